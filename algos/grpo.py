@@ -1,0 +1,605 @@
+"""GRPO, asynchronous: group-relative advantages, clipped policy gradient, no critic.
+
+    A_i = (R_i - mean(R)) / std(R)                       over the G rollouts of one prompt
+    L   = -1/N sum_t w_t min(r_t A, clip(r_t, 1 - eps_low, 1 + eps_high) A)      r = pi / old,  w = sg(f(old / mu))
+
+mu is the policy that sampled the token (the engine, some steps ago), old the trainer at the start of the step, pi
+the trainer now. Papers: GRPO arXiv 2402.03300, clip-higher and token mean: DAPO arXiv 2503.14476,
+truncated importance sampling: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
+
+What differs from the GRPO paper, and why:
+  1. token mean over the step (N = its action tokens, all ranks) instead of 1/|o_i|, which favours long failures;
+  2. the std is unbiased (ddof 1), and a group of equal rewards has advantage exactly 0 (no epsilon to divide by);
+  3. asynchronous: old/mu is corrected by truncated importance sampling, as pi/old alone would be biased;
+  4. the optional KL term is k2, (log pi - log ref)^2 / 2: its gradient is that of the KL (k3's is not).
+
+Suffixes: G rollouts of a group, B rows (segments), T tokens, S = T - 1 next-token positions.
+
+    driver main() -- tickets, versions --> SampleQueue <-- groups -- RolloutWorker x engines (vLLM)
+         |  rows                                                          ^
+         '--> Trainer x ranks (FSDP2) --------- weights, each step -------'
+
+One CPU:    python -m algos.grpo --model tiny --env reverse
+One GPU:    python -m algos.grpo --model smollm2 --env jsonl:data.jsonl
+8 GPUs:     python -m algos.grpo --model PATH --env jsonl:data.jsonl --num-engines 6 --num-trainers 2
+Many nodes: RAY_ADDRESS=auto python -m algos.grpo ... (on the head of a running Ray cluster)
+
+Edit here: advantage -> group_advantages | loss -> policy_loss | correction -> importance_weights
+           sampling, filtering -> RolloutWorker.produce_group | optimizer, epochs -> Trainer.train_step
+           what is trained when, order of the refit -> main
+"""
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Literal
+
+import numpy as np
+import ray
+import torch
+import tyro
+
+from common import checks, cluster
+from common.batching import micro_batches
+from common.checkpoint import SaveFlags, save_model
+from common.cluster import DeadlineFlags, RunError, Watch
+from common.env import load_env
+from common.evaluate import env_name, evaluate
+from common.logger import LogFlags, Logger, mean_of, merge
+from common.logprobs import LogprobHead
+from common.models import resolve_model
+from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world
+from common.refit import RefitError, WeightSender, check_probe, connect_store, open_store
+from common.rollout import Engine, EngineFlags, load_tokenizer, resolve_dtype, rollout_group, transcript
+from common.sample import Rollout
+from common.sample_queue import SampleQueue
+from common.timing import BusyClock, Stopwatch, timing_metrics
+
+
+@dataclass
+class Args:
+    # experiment
+    model: str = "tiny"
+    """tiny, smollm2, a local Hugging Face folder, or a Hub id."""
+    env: str = "reverse"
+    """What is trained on: reverse, jsonl:FILE, or path/to/file.py:Class."""
+    eval_env: str | None = None
+    """What is evaluated on, by greedy answers to its eval split. Default: the same as --env."""
+    max_steps: int = 200
+    """Optimizer steps times epochs times minibatches make the updates; a step trains one batch of groups."""
+    eval_every: int = 25
+    """Steps between evaluations. Step 0 (the untrained policy) and the end are always evaluated."""
+    seed: int = 1
+    """Data order, sampling and minibatches."""
+    # rollout
+    prompts_per_step: int = 16
+    """Prompt groups that a step trains (P)."""
+    group_size: int = 8
+    """Rollouts of one prompt (G). More make the baseline better and the prompts fewer."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer's log-probs use the same."""
+    max_new_tokens: int = 16
+    """Longest answer of one turn in tokens."""
+    # asynchrony
+    max_staleness: int = 2
+    """Steps that a group may start ahead of the trained policy. 0 is synchronous: no overlap, nothing stale."""
+    order: Literal["arrival", "ticket"] = "arrival"
+    """Which finished groups a step trains: the oldest ones, or the next tickets in order (waits for the slowest)."""
+    late: Literal["keep", "mask", "drop"] = "keep"
+    """Tokens staler than --max-staleness: keep them, mask them out of the loss, or drop their rollout."""
+    # algorithm
+    clip_low: float = 0.2
+    """Lower clip of pi/old (eps_low): the ratio has no gradient below 1 - eps_low where A < 0."""
+    clip_high: float = 0.28
+    """Upper clip of pi/old (eps_high, DAPO's clip-higher)."""
+    correction: Literal["tis", "icepop", "clip", "none"] = "tis"
+    """Weight of a token for old/mu: truncated, dropped outside, or clamped to [1/cap, cap]; or none."""
+    correction_cap: float = 2.0
+    """The cap of --correction."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the starting policy (k2). Above 0 a frozen copy of the model is kept in the trainer."""
+    epochs: int = 1
+    """Passes over a step's batch."""
+    minibatches: int = 1
+    """Optimizer steps per pass; a rollout is never split over two."""
+    # optimizer (AdamW)
+    lr: float | None = None
+    """Peak learning rate. Default: 1e-3 for tiny, 1e-6 for every other model."""
+    lr_warmup_steps: int = 5
+    """Steps of linear warm-up from 0."""
+    lr_end_ratio: float = 0.0
+    """Learning rate at the end over the peak; the decay is linear. 1 keeps it constant."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global L2 norm."""
+    # what every algorithm shares
+    engine: Annotated[EngineFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=EngineFlags)
+    parallel: Annotated[ParallelFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=ParallelFlags)
+    deadline: Annotated[DeadlineFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=DeadlineFlags)
+    save: Annotated[SaveFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=SaveFlags)
+    log: Annotated[LogFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=LogFlags)
+
+
+# --- Advantages
+
+
+def group_advantages(rewards_G: list[float]) -> list[float]:
+    """(R - mean) / std over the valid rollouts of one prompt, std unbiased. Equal rewards give exactly 0."""
+    rewards = torch.tensor(rewards_G, dtype=torch.float64)
+    if len(rewards) < 2 or rewards.max() == rewards.min():
+        return [0.0] * len(rewards)
+    return ((rewards - rewards.mean()) / rewards.std(correction=1)).tolist()
+
+
+# --- Loss
+
+
+# [shared:importance_weights]
+def importance_weights(log_ratio_BS: torch.Tensor, correction: str, cap: float) -> torch.Tensor:
+    """Weight of each token for being sampled by mu instead of old, from log(old / mu). Carries no gradient.
+
+    tis: min(ratio, cap). icepop: the ratio, 0 outside [1/cap, cap]. clip: the ratio clamped to [1/cap, cap].
+    """
+    ratio_BS = log_ratio_BS.detach().clamp(-20, 20).exp()
+    if correction == "tis":
+        return ratio_BS.clamp(max=cap)
+    if correction == "icepop":
+        return torch.where((ratio_BS >= 1 / cap) & (ratio_BS <= cap), ratio_BS, 0.0)
+    if correction == "clip":
+        return ratio_BS.clamp(1 / cap, cap)
+    return torch.ones_like(ratio_BS)
+
+
+# [/shared:importance_weights]
+
+
+def policy_loss(logprobs_BS, old_logprobs_BS, weights_BS, advantages_B, mask_BS, clip_low: float, clip_high: float):
+    """The summed clipped surrogate over the masked tokens (the caller divides by the step's token count).
+
+    Returns (loss, {metric: (sum, count)}). Masked positions may hold anything, also NaN. Log-ratios are clamped to
+    +-20, where exp is finite in fp32 and far outside of any clip range.
+    """
+    log_ratio_BS = torch.where(mask_BS, logprobs_BS - old_logprobs_BS, 0.0).clamp(-20, 20)
+    ratio_BS, adv_BS = log_ratio_BS.exp(), advantages_B[:, None].to(logprobs_BS.dtype)
+    clipped_BS = ratio_BS.clamp(1 - clip_low, 1 + clip_high)
+    surrogate_BS = torch.minimum(ratio_BS * adv_BS, clipped_BS * adv_BS)
+    loss = -torch.where(mask_BS, torch.where(mask_BS, weights_BS, 0.0) * surrogate_BS, 0.0).sum()
+    count = mask_BS.sum()
+    low = mask_BS & (adv_BS < 0) & (ratio_BS < 1 - clip_low)
+    high = mask_BS & (adv_BS > 0) & (ratio_BS > 1 + clip_high)
+    return loss, {
+        "loss/policy": (loss.detach(), count),
+        "ratio/clip_low_frac": (low.sum(), count),
+        "ratio/clip_high_frac": (high.sum(), count),
+    }
+
+
+def kl_loss(logprobs_BS, ref_logprobs_BS, mask_BS) -> torch.Tensor:
+    """The summed k2 estimate of KL(pi, ref) over the masked tokens; on-policy its gradient is the KL's."""
+    return 0.5 * torch.where(mask_BS, logprobs_BS - ref_logprobs_BS, 0.0).square().sum()
+
+
+# --- Rollout
+
+
+class RolloutWorker:
+    """One vLLM engine and the episodes that run on it; an asyncio Ray actor."""
+
+    async def start(self, args: Args, model_path: str, dtype: str, index: int, on_gpu: bool) -> None:
+        self.args, self.busy = args, BusyClock()
+        self.tokenizer = load_tokenizer(model_path)
+        self.make_env, self.make_eval_env = load_env(args.env), load_env(args.eval_env or args.env)
+        self.tasks = self.make_env().tasks("train")
+        self.eval_tasks = self.make_eval_env().tasks("eval")[index :: args.engine.num_engines]
+        self.engine = Engine(model_path, dtype, args.seed + index, args.engine, on_gpu)
+        await self.engine.start([self.tokenizer.eos_token_id])
+
+    async def produce(self, queue) -> None:
+        """Keeps `max_in_flight` groups going for as long as the queue gives tickets."""
+        await asyncio.gather(*(self.produce_groups(queue) for _ in range(self.args.engine.max_in_flight)))
+
+    async def produce_groups(self, queue) -> None:
+        while True:
+            ticket = await queue.next_ticket.remote()
+            with self.busy:
+                group, drop = await self.produce_group(ticket)
+            if drop:
+                await queue.drop.remote(ticket, drop)
+            else:
+                newest = max(int(segment.versions.max()) for rollout in group for segment in rollout.segments)
+                await queue.put.remote(ticket, [ray.put(group)], newest)
+
+    async def produce_group(self, ticket: int) -> tuple[list[Rollout], str | None]:
+        """The rollouts of one prompt, and why the group is dropped if it is. Ticket k is prompt k of the epochs."""
+        epoch, position = divmod(ticket, len(self.tasks))
+        task_index = int(np.random.default_rng([self.args.seed, epoch]).permutation(len(self.tasks))[position])
+        group = await rollout_group(
+            self.engine, self.tokenizer, self.make_env, self.tasks[task_index],
+            ticket=ticket, prompt_id=task_index, group_size=self.args.group_size, temperature=self.args.temperature,
+            max_new_tokens=self.args.max_new_tokens, timeout_s=self.args.deadline.rollout_timeout_s,
+        )  # fmt: skip
+        valid = [rollout for rollout in group if not rollout.invalid]
+        reasons = [rollout.invalid for rollout in group if rollout.invalid]
+        return group, reasons[0] if len(valid) < 2 else None  # no baseline without a second one
+
+    async def evaluate(self) -> list[float]:
+        return await evaluate(
+            self.engine, self.tokenizer, self.make_eval_env, self.eval_tasks,
+            max_new_tokens=self.args.max_new_tokens, timeout_s=self.args.deadline.rollout_timeout_s,
+        )  # fmt: skip
+
+    async def stats(self) -> dict:
+        """Seconds with rollouts in flight, and tokens sampled, since the start."""
+        return {"at": time.monotonic(), "busy_s": self.busy.seconds(), "sampled_tokens": self.engine.sampled_tokens}
+
+    async def connect(self, host: str, port: int, first_rank: int, world_size: int) -> None:
+        await self.engine.connect(host, port, first_rank, world_size, self.args.deadline.refit_timeout_s)
+
+    async def refit(self, version: int, probe_ids: list[int], queue) -> dict:
+        """What is in flight freezes, gets the new weights under its feet, and goes on with recomputed KV."""
+        start = time.monotonic()
+        await self.engine.pause()  # clears the caches too
+        report = await self.engine.receive_weights(version)  # raises before resuming if a check fails
+        await queue.set_version.remote(version)  # before any token of this version can arrive there
+        await self.engine.resume()
+        report["pause_s"] = time.monotonic() - start
+        return report | {"probe": await self.engine.prompt_logprobs(probe_ids)}
+
+
+# --- Training
+
+
+class Trainer:
+    """One rank of the trainer: model, optimizer, the optimizer step; a Ray actor per rank."""
+
+    def __init__(self, args: Args, model_path: str, rank: int, on_gpu: bool):
+        self.args, self.model_path, self.rank = args, model_path, rank
+        self.world_size, self.device = args.parallel.num_trainers, torch.device("cuda" if on_gpu else "cpu")
+
+    def listen(self, host: str) -> int:
+        """Rank 0 opens the rendezvous on a free port."""
+        self.store = open_store(host, self.args.deadline.start_timeout_s)
+        return self.store.port
+
+    def setup(self, host: str, port: int, engine_dtype: str) -> str:
+        args = self.args
+        store = self.store if self.rank == 0 else connect_store(host, port, args.deadline.start_timeout_s)
+        join_world(self.rank, self.world_size, store, self.device, args.deadline.step_timeout_s)
+        torch.manual_seed(args.seed)
+        self.model = build_model(self.model_path, self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+        self.head = LogprobHead(self.model)
+        if args.kl_coef > 0:
+            self.ref_model = build_model(self.model_path, self.device).requires_grad_(False)
+            self.ref_head = LogprobHead(self.ref_model)
+        dtype = getattr(torch, engine_dtype)
+        self.sender = WeightSender(self.model, self.rank, dtype, args.deadline.refit_timeout_s)
+        return describe(self.model)
+
+    def connect(self, world_size: int) -> None:
+        if self.rank == 0:
+            self.sender.join(self.store, world_size)
+
+    def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-prob of each token given those before it, and the entropy there: [B, S]. Position s is token s + 1."""
+        ids_BT = batch["token_ids"].long()
+        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature)
+
+    def train_step(self, minibatches: list[tuple[list[dict], int]], lr: float) -> dict:
+        """One step on this rank's share: [(micro-batches, action tokens of the minibatch over all ranks)].
+
+        Returns {"sums": {metric: (sum, count)}, "peaks": {metric: max}}.
+        """
+        args, sums, peaks = self.args, [], []
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        minibatches = [([self.to_device(b) for b in batches], tokens) for batches, tokens in minibatches]
+        for batch in [batch for batches, _ in minibatches for batch in batches]:
+            with torch.no_grad():  # once per step, before the weights move
+                if args.epochs * len(minibatches) > 1:
+                    batch["old_logprobs"] = self.logprobs(batch, self.model, self.head)[0]
+                if args.kl_coef > 0:
+                    batch["ref_logprobs"] = self.logprobs(batch, self.ref_model, self.ref_head)[0]
+        for epoch in range(args.epochs):
+            for number, (batches, num_tokens) in enumerate(minibatches):
+                self.optimizer.zero_grad()
+                for batch in batches:
+                    loss, step_sums, step_peaks = self.loss(batch, first=epoch == number == 0)
+                    # FSDP averages gradients over ranks: times the ranks, so that the sum is over all tokens
+                    (loss * self.world_size / max(num_tokens, 1)).backward()
+                    sums.append(step_sums)
+                    peaks.append(step_peaks)
+                grad_norm = clip_gradients(self.model, args.max_grad_norm)
+                self.optimizer.step()
+                sums.append({"grad_norm": (grad_norm, 1)})
+        peak_of = {name: max(float(peak[name]) for peak in peaks if name in peak) for name in peaks[0]}
+        return {"sums": merge([{n: (float(s), float(c)) for n, (s, c) in d.items()} for d in sums]), "peaks": peak_of}
+
+    def loss(self, batch: dict, first: bool) -> tuple[torch.Tensor, dict, dict]:
+        """The summed loss of one micro-batch, its metrics, and its peaks. `first`: no update was made yet."""
+        args, mask_BS = self.args, batch["action_mask"][:, 1:].bool()
+        logprobs_BS, entropy_BS = self.logprobs(batch, self.model, self.head)
+        old_BS = batch.get("old_logprobs", logprobs_BS.detach())
+        mu_BS = batch["logprobs"][:, 1:]
+        log_weight_BS = torch.where(mask_BS, old_BS - mu_BS, 0.0)
+        weights_BS = importance_weights(log_weight_BS, args.correction, args.correction_cap)
+        loss, sums = policy_loss(
+            logprobs_BS, old_BS, weights_BS, batch["advantage"], mask_BS, args.clip_low, args.clip_high
+        )
+        count, masked = mask_BS.sum(), weights_BS[mask_BS]
+        sums["loss/entropy"] = (torch.where(mask_BS, entropy_BS, 0.0).detach().sum(), count)
+        if args.kl_coef > 0:
+            kl = kl_loss(logprobs_BS, batch["ref_logprobs"], mask_BS)
+            loss, sums["loss/kl"] = loss + args.kl_coef * kl, (kl.detach(), count)
+        if not first:
+            return loss, sums, {}
+        difference = log_weight_BS.abs()
+        sums["mismatch/abs_mean"] = (difference.sum(), count)
+        sums["mismatch/k3"] = ((log_weight_BS.exp() - 1 - log_weight_BS).sum(), count)
+        sums["mismatch/exact_frac"] = ((mask_BS & (difference == 0)).sum(), count)
+        sums["is/dropped_frac"] = ((masked == 0).sum(), count)
+        sums["is/weight"], sums["is/weight_squared"] = (masked.sum(), count), (masked.square().sum(), count)
+        return loss, sums, {"mismatch/abs_max": difference.max(), "is/max_weight": masked.max() if count else 0.0}
+
+    def to_device(self, batch: dict) -> dict:
+        return {name: torch.as_tensor(value).to(self.device) for name, value in batch.items()}
+
+    @torch.no_grad()
+    def send_weights(self, version: int, probe_ids: list[int]) -> dict:
+        """All weights to all engines, and this trainer's log-probs of the probe prompt under them."""
+        report = self.sender.send(version)
+        ids_BT = torch.tensor([probe_ids], device=self.device)
+        logprobs_BS, _ = self.head(self.model, ids_BT[:, :-1], ids_BT[:, 1:], 1.0)
+        return report | {"probe": logprobs_BS[0].tolist()}
+
+    def save(self, path: str) -> None:
+        save_model(self.model, load_tokenizer(self.model_path), path, self.rank)
+
+
+# --- The loop
+
+
+def learning_rate(step: int, args: Args) -> float:
+    """Linear warm-up, then linear decay to `lr_end_ratio` of the peak at the last step."""
+    warm = min(1.0, (step + 1) / (args.lr_warmup_steps + 1))
+    decay = 1.0 - (1.0 - args.lr_end_ratio) * step / args.max_steps
+    return args.lr * warm * decay
+
+
+# [shared:mark_late]
+def mark_late(rollouts: list[Rollout], version: int, max_staleness: int, late: str) -> tuple[list[int], int]:
+    """Lag of every sampled token, and how many are past the bound; applies `late` to those.
+
+    keep: nothing. mask: out of the loss. drop: their rollout is invalid.
+    """
+    lags, num_late = [], 0
+    for rollout in rollouts:
+        rollout_lags = rollout.lags(version)
+        lags += rollout_lags.tolist()
+        overdue = int((rollout_lags > max_staleness).sum())
+        num_late += overdue
+        if overdue and late == "drop":
+            rollout.invalid = "late"
+        if overdue and late == "mask":
+            for segment in rollout.segments:
+                segment.action_mask = segment.action_mask & (version - segment.versions <= max_staleness)
+    return lags, num_late
+
+
+# [/shared:mark_late]
+
+
+def segment_rows(rollout: Rollout, advantage: float) -> list[dict]:
+    """A rollout's segments as rows of the batch."""
+    return [
+        {"token_ids": s.token_ids, "action_mask": s.action_mask, "logprobs": s.logprobs, "advantage": advantage}
+        for s in rollout.segments
+    ]
+
+
+def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[list[tuple[list[dict], int]]]:
+    """Rows by rollout -> for each rank its [(micro-batches, action tokens of the minibatch over all ranks)]."""
+    shuffled = np.random.default_rng([args.seed, step]).permutation(len(rows))
+    per_rank: list[list] = [[] for _ in range(args.parallel.num_trainers)]
+    for part in np.array_split(shuffled, args.minibatches):
+        members = [row for index in part for row in rows[index]]
+        num_tokens = sum(int(row["action_mask"].sum()) for row in members)
+        batches = micro_batches(members, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
+        for rank, share in enumerate(batches):
+            per_rank[rank].append((share, num_tokens))
+    return per_rank
+
+
+# [shared:refit]
+def refit(version: int, watch: Watch, queue, workers, trainers, probe_ids, timeout_s: float) -> dict:
+    """The trainer's weights to every engine as `version`; what is in flight goes on under them.
+
+    Raises RunError or RefitError if any check fails: nothing that was sampled since is trained on.
+    """
+    sent = [trainer.send_weights.remote(version, probe_ids) for trainer in trainers]
+    received = [worker.refit.remote(version, probe_ids, queue) for worker in workers]
+    reports = watch.get(received + sent, timeout_s, f"refit to version {version}")
+    engines, (sender, *_) = reports[: len(workers)], reports[len(workers) :]
+    for index, report in enumerate(engines):
+        check_probe(report["probe"], sender["probe"], report["dtype"], f"engine {index}, version {version}")
+    return {"pause_s": max(report["pause_s"] for report in engines), **sender, "mode": engines[0]["mode"]}
+
+
+# [/shared:refit]
+
+
+# [shared:start_actors]
+def start_actors(args, log: Logger, worker_class, trainer_class):
+    """Ray, the queue, engines and trainers, up to the first refit: (watch, queue, workers, trainers, probe ids)."""
+    watch, engine, deadline = Watch(), args.engine, args.deadline
+    log.phase("model: preparing")
+    model_path = resolve_model(args.model)
+    dtype = resolve_dtype(model_path, engine.rollout_dtype)
+    log.phase("ray: starting")
+    cluster.start(engine.num_engines + args.parallel.num_trainers)
+    gpus = cluster.gpus_per_actor(engine.num_engines, args.parallel.num_trainers)
+    resources, host = {"num_cpus": 1, "num_gpus": gpus}, cluster.host()
+    queue = ray.remote(SampleQueue).options(num_cpus=0, max_concurrency=10_000).remote(
+        args.prompts_per_step, args.max_staleness, args.order
+    )  # fmt: skip
+    watch.actor("queue", queue)
+    log.phase(f"engines: {engine.num_engines} x vLLM ({dtype}), trainers: {args.parallel.num_trainers} x FSDP2")
+    workers = [ray.remote(worker_class).options(**resources).remote() for _ in range(engine.num_engines)]
+    trainers = [
+        ray.remote(trainer_class).options(**resources).remote(args, model_path, rank, gpus > 0)
+        for rank in range(args.parallel.num_trainers)
+    ]
+    for index, worker in enumerate(workers):
+        watch.actor(f"engine {index}", worker)
+    for rank, trainer in enumerate(trainers):
+        watch.actor(f"trainer {rank}", trainer)
+    started = [worker.start.remote(args, model_path, dtype, i, gpus > 0) for i, worker in enumerate(workers)]
+    port = watch.get(trainers[0].listen.remote(host), deadline.start_timeout_s, "trainer 0")
+    ready = [trainer.setup.remote(host, port, dtype) for trainer in trainers]
+    description = watch.get(ready, deadline.start_timeout_s, "trainers starting")[0]
+    log.phase(f"trainer: {description}")
+    watch.get(started, deadline.start_timeout_s, "engines starting")
+    world = 1 + engine.num_engines
+    joins = [worker.connect.remote(host, port, 1 + i, world) for i, worker in enumerate(workers)]
+    watch.get(joins + [trainers[0].connect.remote(world)], deadline.refit_timeout_s, "transfer group")
+    probe_ids = load_tokenizer(model_path).encode("The quick brown fox jumps over the lazy dog. 0123456789")
+    first = refit(0, watch, queue, workers, trainers, probe_ids, deadline.refit_timeout_s)
+    log.phase(f"refit gate passed: {first['bytes'] / 1e6:.3g} MB, by {first['mode']}")
+    for index, worker in enumerate(workers):
+        watch.task(f"engine {index}", worker.produce.remote(queue))
+    return watch, queue, workers, trainers, probe_ids
+
+
+# [/shared:start_actors]
+
+
+def check_flags(args: Args) -> None:
+    """Refuses what cannot work, before anything starts."""
+    checks.check_group_size(args.group_size)
+    checks.check_temperature(args.temperature)
+    checks.check_kl(args.kl_coef)
+    checks.check_minibatches(args.prompts_per_step, args.minibatches)
+    checks.check_output_dir(args.log.output_dir, resume=False)
+
+
+# [shared:rollout_metrics]
+def rollout_metrics(rollouts: list[Rollout], lags: list[int], num_late: int, drops: dict[str, int]) -> dict:
+    """What the rollouts of a step were like. Rewards are averaged over valid rollouts, lengths over all."""
+    valid = [rollout for rollout in rollouts if not rollout.invalid]
+    reasons = Counter(rollout.invalid for rollout in rollouts if rollout.invalid) + Counter(drops)
+    rewards: dict[str, list[float]] = {}
+    for rollout in valid:
+        rewards.setdefault(rollout.group_id, []).append(rollout.reward)
+    flat = [reward for group in rewards.values() for reward in group]
+    row = {f"rollout/dropped/{reason}": count for reason, count in reasons.items()}
+    if flat:
+        row["reward/mean"], row["reward/std"] = float(np.mean(flat)), float(np.std(flat))
+        row["reward/zero_std_group_frac"] = float(np.mean([max(g) == min(g) for g in rewards.values()]))
+    if lags:
+        row["staleness/mean"], row["staleness/max"] = float(np.mean(lags)), max(lags)
+        row["staleness/hist"] = np.bincount(lags).tolist()
+        row["staleness/late_token_frac"] = num_late / len(lags)
+    return row | {
+        "reward/invalid_frac": 1 - len(valid) / len(rollouts),
+        "rollout/len_mean": float(np.mean([rollout.num_actions for rollout in rollouts])),
+        "rollout/truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
+        "rollout/turns_mean": float(np.mean([len(rollout.rewards) for rollout in rollouts])),
+        "rollout/forks_mean": float(np.mean([max(len(rollout.segments) - 1, 0) for rollout in rollouts])),
+    }
+
+
+# [/shared:rollout_metrics]
+
+
+def check_flags(args: Args) -> None:
+    """Refuses what cannot work, before anything starts."""
+    checks.check_group_size(args.group_size)
+    checks.check_temperature(args.temperature)
+    checks.check_kl(args.kl_coef)
+    checks.check_minibatches(args.prompts_per_step, args.minibatches)
+    checks.check_output_dir(args.log.output_dir, resume=False)
+
+
+def main(args: Args) -> None:
+    check_flags(args)
+    args.lr = args.lr if args.lr is not None else (1e-3 if args.model == "tiny" else 1e-6)
+    name, deadline, empty_steps = env_name(args.eval_env or args.env), args.deadline, 0
+    headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
+    with Logger(args.log.output_dir, asdict(args), args.max_steps, headline) as log, cluster.session():
+        log.phase(f"a step: {args.prompts_per_step} prompts x {args.group_size} rollouts, lr {args.lr:g}")
+        watch, queue, workers, trainers, probe_ids = start_actors(args, log, RolloutWorker, Trainer)
+        tokenizer = load_tokenizer(resolve_model(args.model))
+
+        def ask(method: str) -> list:
+            return [getattr(worker, method).remote() for worker in workers]
+
+        def score(refs: list) -> float:
+            return float(np.mean(sum(watch.get(refs, deadline.step_timeout_s, "evaluation"), [])))
+
+        for step in range(args.max_steps):
+            clock = Stopwatch()
+            scoring = ask("evaluate") if step % args.eval_every == 0 else []
+            stats_start = ask("stats")
+
+            # what this step trains
+            batch, counts = watch.get(queue.get.remote(step), deadline.step_timeout_s, f"rollouts of step {step}")
+            groups = [ray.get(refs[0]) for _, refs in batch]
+            clock.lap("time/trainer_wait")
+            rollouts = [rollout for group in groups for rollout in group]
+            lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
+
+            # reward to advantage, per group; every segment of a rollout carries the rollout's advantage
+            advantages: dict[str, float] = {}
+            for group in groups:
+                valid = [rollout for rollout in group if not rollout.invalid]
+                values = group_advantages([rollout.reward for rollout in valid])
+                advantages |= {r.rollout_id: value for r, value in zip(valid, values, strict=True)}
+            rows = [segment_rows(r, advantages[r.rollout_id]) for r in rollouts if r.rollout_id in advantages]
+            empty_steps = 0 if rows else empty_steps + 1
+            if empty_steps == 3:
+                raise RunError("three steps in a row had no valid rollout")
+
+            # the optimizer step (or epochs x minibatches of them), then the refit
+            lr, pairs, peaks = learning_rate(step, args), {}, {}
+            stats_before = ask("stats")
+            clock.lap("time/prepare")
+            if rows:
+                shares = make_minibatches(rows, args, step)
+                training = [t.train_step.remote(share, lr) for t, share in zip(trainers, shares, strict=True)]
+                ranks = watch.get(training, deadline.step_timeout_s, f"training step {step}")
+                pairs = merge([rank["sums"] for rank in ranks])
+                peaks = {key: max(rank["peaks"][key] for rank in ranks) for key in ranks[0]["peaks"]}
+            clock.lap("time/train")
+            stats_after = ask("stats")
+            row = {f"eval/{name}/mean": score(scoring)} if scoring else {}  # one policy a score: the refit waits
+            clock.lap("time/eval")
+            sent = refit(step + 1, watch, queue, workers, trainers, probe_ids, deadline.refit_timeout_s)
+            means = mean_of(pairs)
+            if not sent["changed"] and means.get("grad_norm") and lr > 0:
+                raise RefitError(f"step {step} moved the weights, and the payload of its refit did not change")
+            clock.lap("time/refit")
+
+            # how it went
+            row |= {"step": step, "lr": lr} | rollout_metrics(rollouts, lags, num_late, counts["drops"]) | peaks
+            weight, squared = means.pop("is/weight", None), means.pop("is/weight_squared", None)
+            row |= means | ({"is/ess": weight**2 / squared} if squared else {})
+            row["advantage/abs_mean"] = float(np.mean(np.abs(list(advantages.values())))) if advantages else None
+            ticks = [ray.get(refs) for refs in (stats_start, stats_before, stats_after, ask("stats"))]
+            num_tokens = sum(rollout.num_actions for rollout in rollouts)
+            row |= timing_metrics(clock.times, ticks, num_tokens, len(rollouts))
+            row |= {"time/refit_pause": sent["pause_s"], "perf/refit_gb_per_s": sent["bytes"] / 1e9 / sent["pause_s"]}
+            if args.save.save_every and (step + 1) % args.save.save_every == 0 or step + 1 == args.max_steps:
+                path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
+                watch.get([t.save.remote(path) for t in trainers], deadline.step_timeout_s, "saving")
+            if step + 1 == args.max_steps:
+                row[f"eval_end/{name}/mean"] = score(ask("evaluate"))
+            log.log_step(row)
+            shown = rollouts[: args.log.samples_per_step]
+            log.log_samples(step, [transcript(r, tokenizer, advantages.get(r.rollout_id)) for r in shown])
+        log.summary({"checkpoint": path})
+
+
+if __name__ == "__main__":
+    checks.run(main, tyro.cli(Args))

@@ -1,0 +1,150 @@
+"""Refusals at parse time. Each check is a pure function of explicit values and raises `FlagError`.
+
+A message names the flag, the value it got and what to do instead. `main` calls the checks before anything
+starts, and `run` shows a FlagError without a traceback: a mistake on the command line costs one line.
+"""
+
+import difflib
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+
+class FlagError(ValueError):
+    """A flag, or a combination of flags, that cannot work. The message says which and what to change."""
+
+
+def refuse(error: Exception) -> NoReturn:
+    """Prints `error` as one line on stderr and exits with code 2."""
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def run(main, args) -> None:
+    """`main(args)` as a program: a refused flag is one line and exit code 2, Ctrl-C is 130.
+
+    An error in the run has been named by the logger already; the process ends with it, so with exit code 1.
+    """
+    try:
+        main(args)
+    except FlagError as error:
+        refuse(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run(main: Callable, args) -> None:
+    """Calls `main(args)`. A FlagError ends the program as `refuse` does; all other errors pass through."""
+    try:
+        main(args)
+    except FlagError as error:
+        refuse(error)
+
+
+def check_at_least(flag: str, value: float, minimum: float) -> None:
+    """Refuses values below `minimum`, and NaN."""
+    if not value >= minimum:
+        raise FlagError(f"{flag} {value}: must be at least {minimum}; use {flag} {minimum} or more")
+
+
+def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuses a value outside `allowed` and suggests the nearest."""
+    if value not in allowed:
+        nearest = difflib.get_close_matches(value, allowed, n=1, cutoff=0.5)
+        hint = f"did you mean {flag} {nearest[0]}? " if nearest else ""
+        raise FlagError(f"{flag} {value}: {hint}Use one of {', '.join(allowed)}")
+
+
+def check_path(flag: str, path: str) -> None:
+    """Refuses a path that does not exist."""
+    if not Path(path).exists():
+        raise FlagError(f"{flag} {path}: there is no such path; relative paths start in {Path.cwd()}")
+
+
+def check_group_size(group_size: int) -> None:
+    """Refuses groups in which the baseline would be the rollout's own reward."""
+    if group_size < 2:
+        raise FlagError(
+            f"--group-size {group_size}: a group baseline needs at least 2 rollouts of each prompt; "
+            "use --group-size 2 or more, or algos/flash_reinforce.py, which needs no group"
+        )
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuses 0, negative and non-finite sampling temperatures."""
+    if not 0 < temperature < math.inf:
+        raise FlagError(
+            f"--temperature {temperature}: the log-probs of sampled tokens need a temperature above 0; "
+            "use --temperature 1.0 (evaluation is greedy whatever this is)"
+        )
+
+
+def check_kl(kl_coef: float) -> None:
+    """Refuses negative and non-finite KL coefficients."""
+    if not 0 <= kl_coef < math.inf:
+        raise FlagError(
+            f"--kl-coef {kl_coef}: must be finite and not below 0, which would reward leaving the reference; "
+            "use --kl-coef 0 for no KL term"
+        )
+
+
+def check_minibatches(prompts_per_step: int, minibatches: int) -> None:
+    """Refuses minibatches that would hold different numbers of prompt groups."""
+    if minibatches < 1 or prompts_per_step % minibatches:
+        divisors = [count for count in range(1, prompts_per_step + 1) if prompts_per_step % count == 0]
+        nearest = sorted(sorted(divisors, key=lambda count: abs(count - minibatches))[:2])
+        raise FlagError(
+            f"--minibatches {minibatches} does not divide --prompts-per-step {prompts_per_step}; "
+            f"use --minibatches {' or '.join(map(str, nearest))}, or change --prompts-per-step"
+        )
+
+
+def check_ranks(num_trainers: int, rollouts_per_minibatch: int) -> None:
+    """Refuses more trainer ranks than an optimizer step has rollouts: some would have nothing to train."""
+    if not 1 <= num_trainers <= rollouts_per_minibatch:
+        raise FlagError(
+            f"--num-trainers {num_trainers}: an optimizer step has {rollouts_per_minibatch} rollouts "
+            "(prompts per step x group size / minibatches) and every rank needs at least one; "
+            f"use --num-trainers 1 to {rollouts_per_minibatch}, or raise --prompts-per-step"
+        )
+
+
+def check_gpu_split(
+    num_engines: int, num_trainers: int, gpus_available: int, gpus_per_engine: int = 1, shared: bool = False
+) -> None:
+    """Refuses a split that needs more GPUs than there are. `gpus_available` 0 means CPU: any split runs.
+
+    With `shared`, engines and trainers lie on the same GPUs.
+    """
+    engine_gpus = num_engines * gpus_per_engine
+    needed = max(engine_gpus, num_trainers) if shared else engine_gpus + num_trainers
+    if gpus_available and needed > gpus_available:
+        total = f"max({engine_gpus}, {num_trainers})" if shared else f"{engine_gpus} + {num_trainers}"
+        raise FlagError(
+            f"--num-engines {num_engines} (x {gpus_per_engine} GPU) and --num-trainers {num_trainers} need "
+            f"{total} = {needed} GPUs, there are {gpus_available}; lower --num-engines or --num-trainers"
+        )
+
+
+def check_context(prompt_tokens: int, max_new_tokens: int, max_model_len: int) -> None:
+    """Refuses an answer budget that does not fit behind the longest prompt. All three are in tokens."""
+    needed, room = prompt_tokens + max_new_tokens, max_model_len - prompt_tokens
+    if needed > max_model_len:
+        lower = f"lower --max-new-tokens to {room} or " if room > 0 else ""
+        raise FlagError(
+            f"--max-new-tokens {max_new_tokens} + {prompt_tokens} prompt tokens = {needed}, "
+            f"more than --max-model-len {max_model_len}; {lower}raise --max-model-len to {needed}"
+        )
+
+
+def check_output_dir(path: str, resume: bool) -> None:
+    """Refuses to write over another run, and to resume where there is none."""
+    holds_run = (Path(path) / "metrics.jsonl").exists()
+    if Path(path).exists() and not Path(path).is_dir():
+        raise FlagError(f"--output-dir {path}: is a file; use another --output-dir")
+    if holds_run and not resume:
+        raise FlagError(f"--output-dir {path}: holds a run; use another --output-dir, or --resume to go on")
+    if resume and not holds_run:
+        raise FlagError(f"--output-dir {path}: holds no run; leave out --resume, or name the run's directory")

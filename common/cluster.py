@@ -1,0 +1,125 @@
+"""Ray: start, the split of GPUs, waiting while everything is watched, and a clean end."""
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+
+
+@dataclass
+class DeadlineFlags:
+    start_timeout_s: float = 600.0
+    """Seconds until engines and trainers must have started."""
+    rollout_timeout_s: float = 600.0
+    """Seconds after which an episode that is not over is invalid."""
+    step_timeout_s: float = 1800.0
+    """Seconds that a step may wait for its rollouts, or a trainer for its step, before the run ends."""
+    refit_timeout_s: float = 120.0
+    """Seconds that a weight transfer may take before the run ends."""
+
+
+class RunError(RuntimeError):
+    """Something that the run needs has died, failed or missed its deadline; the message says which."""
+
+
+def start(num_actors: int) -> None:
+    """A local Ray, or the cluster that RAY_ADDRESS names. The processes get this folder on their path."""
+    root = str(Path(__file__).parents[1])
+    path = f"{root}{os.pathsep}{os.environ['PYTHONPATH']}" if os.environ.get("PYTHONPATH") else root
+    env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    local = {}
+    if not os.environ.get("RAY_ADDRESS"):
+        local = {"num_cpus": max(os.cpu_count(), num_actors), "_node_ip_address": "127.0.0.1"}
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    ray.init(include_dashboard=False, runtime_env={"env_vars": env}, logging_level="ERROR", **local)
+
+
+def host() -> str:
+    """The address under which the other processes of the run reach this node: loopback where Ray is local."""
+    return ray.util.get_node_ip_address() if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+
+
+def gpus_per_actor(num_engines: int, num_trainers: int) -> float:
+    """The GPUs that each engine and each trainer gets: 0 on a machine without, a share where one serves both.
+
+    Raises RunError with the arithmetic where there are too few.
+    """
+    available = int(ray.cluster_resources().get("GPU", 0))
+    wanted = num_engines + num_trainers
+    if available == 0 or available >= wanted:
+        return float(bool(available))
+    if available == 1:
+        return 1 / wanted
+    raise RunError(
+        f"--num-engines {num_engines} + --num-trainers {num_trainers} = {wanted} GPUs, and there are {available}"
+    )
+
+
+class Watch:
+    """Waits for results while every actor and every long-lived task of the run is watched.
+
+    A queue that nobody fills looks like a slow one; the process that died is what the user needs to hear of.
+    """
+
+    def __init__(self):
+        self.actors: dict[str, ray.actor.ActorHandle] = {}
+        self.pings: dict[ray.ObjectRef, str] = {}
+        self.tasks: dict[ray.ObjectRef, str] = {}
+
+    def actor(self, name: str, handle):
+        self.actors[name] = handle
+        return handle
+
+    def task(self, name: str, ref) -> None:
+        """A call that lasts as long as the run: its return is an error."""
+        self.tasks[ref] = name
+
+    def get(self, refs, timeout_s: float, what: str):
+        """Like `ray.get`. Raises RunError as soon as anything that is watched has died, and at the deadline."""
+        single = not isinstance(refs, list)
+        pending = [refs] if single else list(refs)
+        results = list(pending)
+        deadline, next_ping = time.monotonic() + timeout_s, time.monotonic() + 1.0
+        while pending:
+            done, _ = ray.wait([*pending, *self.tasks, *self.pings], timeout=1.0)
+            for ref in done:
+                self._value(ref, self.pings.get(ref) or self.tasks.get(ref) or what)
+                if ref in self.tasks:
+                    raise RunError(f"{self.tasks[ref]} returned before the run's end")
+                self.pings.pop(ref, None)
+            pending = [ref for ref in pending if ref not in done]
+            if pending and time.monotonic() > deadline:
+                raise RunError(f"{what}: nothing after {timeout_s:.0f} s")
+            if pending and time.monotonic() > next_ping:
+                next_ping = time.monotonic() + 1.0
+                waiting = set(self.pings.values())
+                fresh = {name: handle for name, handle in self.actors.items() if name not in waiting}
+                self.pings |= {handle.__ray_ready__.remote(): name for name, handle in fresh.items()}
+        values = ray.get(results)
+        return values[0] if single else values
+
+    def _value(self, ref, what: str):
+        try:
+            return ray.get(ref)
+        except (ActorDiedError, RayActorError) as error:
+            handles = {handle._actor_id.hex(): name for name, handle in self.actors.items()}
+            name = handles.get(getattr(error, "actor_id", None), what)
+            raise RunError(f"{name} died (its process is gone)") from error
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, BaseException) else error
+            last = str(cause).strip().splitlines()[-1:] or [""]
+            raise RunError(f"{what}: {type(cause).__name__}: {last[0]}") from error
+
+
+@contextlib.contextmanager
+def session():
+    """Ends every process of the run when its block is left, however it is left."""
+    try:
+        yield
+    finally:
+        ray.shutdown()

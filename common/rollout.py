@@ -1,0 +1,282 @@
+"""The vLLM engine and the one multi-turn token loop: ids in, ids + log-probs + versions out."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.env import Env, Step
+from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
+
+
+@dataclass
+class EngineFlags:
+    num_engines: int = 1
+    """vLLM engines, each with its own rollout worker; on GPUs each takes one GPU."""
+    max_model_len: int = 512
+    """Longest context of an episode in tokens, prompt and all turns together. More costs KV memory."""
+    max_in_flight: int = 16
+    """Prompt groups that one engine works on at a time. Raise it while the engine waits, with --max-staleness."""
+    kv_cache_gb: float = 0.25
+    """KV cache of one engine in GiB on a CPU. Raise it for longer contexts or more in flight."""
+    gpu_memory_utilization: float = 0.8
+    """Share of its GPU's memory that an engine may use."""
+    rollout_dtype: str = "auto"
+    """Weights and compute of the engine: float32, bfloat16, or auto (that of the checkpoint)."""
+
+
+def load_tokenizer(model_path: str):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+def resolve_dtype(model_path: str, dtype: str) -> str:
+    """"auto" as the checkpoint's own dtype: float32 stays, everything else is served in bfloat16."""
+    from transformers import AutoConfig
+
+    if dtype != "auto":
+        return dtype
+    return "float32" if AutoConfig.from_pretrained(model_path).dtype == torch.float32 else "bfloat16"
+
+
+@dataclass
+class Completion:
+    """What the engine sampled after a prompt: ids, log-probs (temperature applied) and versions, all [T]."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: np.ndarray
+    finish_reason: str
+
+
+class Engine:
+    """vLLM's AsyncLLM with final outputs only. Build it inside a running event loop, then await `start`."""
+
+    def __init__(self, model_path: str, dtype: str, seed: int, flags: EngineFlags, on_gpu: bool):
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+        from vllm import AsyncEngineArgs, SamplingParams
+        from vllm.config import WeightTransferConfig
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        memory = {"gpu_memory_utilization": flags.gpu_memory_utilization}
+        if not on_gpu:
+            memory = {"kv_cache_memory_bytes": int(flags.kv_cache_gb * 2**30), "enforce_eager": True}
+        self.llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=model_path,
+                dtype=dtype,
+                seed=seed,
+                max_model_len=flags.max_model_len,
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",  # a checkpoint's own sampling defaults would change the policy
+                weight_transfer_config=WeightTransferConfig(backend="instar"),
+                worker_extension_cls="common.refit_worker.WorkerExtension",
+                disable_log_stats=True,
+                **memory,
+            )
+        )
+        self.make_sampling, self.final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
+        self.max_model_len = flags.max_model_len
+        self.requests = self.sampled_tokens = 0
+
+    async def start(self, stop_token_ids: list[int]) -> None:
+        """Labels the weights and runs a first forward, so that nothing that is timed later pays for it."""
+        self.stop_token_ids = stop_token_ids
+        await self.llm.update_weight_version("0")
+        await self.generate([stop_token_ids[0]] * 4, n=2, temperature=1.0, max_tokens=4)
+        self.sampled_tokens = 0
+
+    async def generate(self, prompt_ids: list[int], n: int, temperature: float, max_tokens: int) -> list[Completion]:
+        """`n` completions of one prompt. Every sampling field is sent: vLLM would fill what is missing by itself."""
+        sampling = self.make_sampling(
+            n=n, temperature=temperature, max_tokens=max_tokens, stop_token_ids=self.stop_token_ids,
+            top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+            logprobs=0, flat_logprobs=True, detokenize=False, output_kind=self.final_only,
+        )  # fmt: skip
+        self.requests += 1
+        async for output in self.llm.generate({"prompt_token_ids": prompt_ids}, sampling, f"r{self.requests}"):
+            final = output
+        completions = [read_completion(output) for output in final.outputs]
+        self.sampled_tokens += sum(len(completion.token_ids) for completion in completions)
+        return completions
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Log-probs of token_ids[1:] under the weights held now, temperature 1."""
+        sampling = self.make_sampling(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        self.requests += 1
+        async for output in self.llm.generate({"prompt_token_ids": token_ids}, sampling, f"p{self.requests}"):
+            final = output
+        return [position[token].logprob for position, token in zip(final.prompt_logprobs[1:], token_ids[1:])]
+
+    # Weights: the algorithm's file calls these in order.
+
+    async def connect(self, host: str, port: int, first_rank: int, world_size: int, timeout_s: float) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = {"host": host, "port": port, "first_rank": first_rank, "world_size": world_size}
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info | {"timeout_s": timeout_s}))
+
+    async def pause(self) -> None:
+        """Freezes what is in flight and clears every cache; requests recompute their KV under the new weights.
+
+        `AsyncLLM.pause_generation` is the same two calls and a fixed sleep of 20 ms.
+        """
+        await self.llm.renderer.clear_mm_cache_async()
+        await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+
+    async def receive_weights(self, version: int) -> dict:
+        """The weights of `version`, checked, and the label that the tokens sampled from now on will carry."""
+        reports = await self.llm.collective_rpc("refit", args=(version,))
+        await self.llm.update_weight_version(str(version))
+        return reports[0]
+
+    async def resume(self) -> None:
+        await self.llm.resume_generation()
+
+
+def read_completion(output) -> Completion:
+    """One vLLM CompletionOutput, checked: a log-prob for each sampled id, a version for each."""
+    token_ids, flat = list(output.token_ids), output.logprobs
+    if flat is None or list(flat.token_ids) != token_ids:
+        raise RecordError("the engine's log-probs are not those of the sampled ids")
+    versions = np.full(len(token_ids), -1, np.int32)
+    for span in output.weight_versions or []:
+        versions[span.start : span.end] = int(span.version)
+    return Completion(token_ids, list(flat.logprobs), versions, output.finish_reason)
+
+
+# --- Episodes
+
+
+def render(tokenizer, messages: list[dict]) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def as_messages(prompt: str | list[dict]) -> list[dict]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def next_context(tokenizer, rendered: str, action: str, sampled_end: str, full: str) -> tuple[list[int], bool]:
+    """The ids between a turn that was sampled and the next one: the template's delta, or everything after a fork.
+
+    `rendered` is the conversation up to the turn, `full` the one up to the next turn, both as the template has
+    them. `sampled_end` is the end-of-turn token if the policy sampled it: it is not repeated. One that it did not
+    sample is context. Returns (ids, forked): forked where the template rewrote history.
+    """
+    if not full.startswith(rendered + action):
+        return encode(tokenizer, full), True
+    delta = full[len(rendered + action) :]
+    return encode(tokenizer, delta.removeprefix(sampled_end)), False
+
+
+async def play(engine, tokenizer, env: Env, messages, prompt_ids, first: Completion | None, *, rollout: Rollout,
+               temperature: float, max_new_tokens: int) -> Rollout:  # fmt: skip
+    """Plays one episode to its end and fills `rollout`. `first` is the first turn if it is sampled already.
+
+    What the environment does wrong makes the rollout invalid, with the reason; what the engine does is raised.
+    """
+    segment: Segment | None = None
+    context, rendered = prompt_ids, render(tokenizer, messages)
+    for turn in range(env.max_turns):
+        ids = [*(segment.token_ids.tolist() if segment else []), *context]
+        room = min(max_new_tokens, engine.max_model_len - len(ids))
+        if room < 1:
+            break  # the context is full: the episode ends truncated, as its last finish reason says
+        completion = first if turn == 0 and first else (await engine.generate(ids, 1, temperature, room))[0]
+        try:
+            segment = extend_segment(
+                segment, context, completion.token_ids, completion.logprobs, completion.versions,
+                completion.finish_reason,
+            )  # fmt: skip
+        except RecordError as error:
+            rollout.invalid, rollout.info["error"] = "bad_record", f"{rollout.rollout_id}: {error}"
+            return rollout
+        action = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        try:
+            step = env.step(action)
+            if not isinstance(step, Step):
+                raise TypeError(f"step() returned a {type(step).__name__}, not a Step")
+            rollout.rewards.append(check_reward(step.reward))
+        except RecordError as error:
+            rollout.invalid, rollout.info["error"] = "bad_reward", str(error)
+        except Exception as error:  # the user's code may raise anything; its rollout is invalid, the run goes on
+            rollout.invalid, rollout.info["error"] = "env_error", f"{type(error).__name__}: {error}"
+        if rollout.invalid:
+            break
+        rollout.info |= step.info
+        rollout.info["score"] = step.score if step.score is not None else rollout.reward
+        if step.observation is None:
+            break
+        turns = [{"role": "assistant", "content": action}, {"role": "user", "content": step.observation}]
+        messages = [*messages, *turns]
+        full = render(tokenizer, messages)
+        sampled_end = tokenizer.decode(completion.token_ids[-1:]) if completion.finish_reason == "stop" else ""
+        context, forked = next_context(tokenizer, rendered, action, sampled_end, full)
+        rendered = full
+        if forked:
+            rollout.segments.append(segment)
+            segment = None
+    rollout.segments += [segment] if segment else []
+    return rollout
+
+
+async def rollout_group(engine: Engine, tokenizer, make_env: Callable[[], Env], task: dict, *, ticket: int, prompt_id,
+                        group_size: int, temperature: float, max_new_tokens: int, timeout_s: float) -> list[Rollout]:  # fmt: skip
+    """`group_size` episodes of one task. A single-turn environment gets all of them from one engine request.
+
+    An episode that is not over after `timeout_s` seconds is invalid with the reason "timeout".
+    """
+    envs = [make_env() for _ in range(group_size)]
+    prompts = [as_messages(env.reset(task)) for env in envs]
+    prompt_ids = [encode(tokenizer, render(tokenizer, messages)) for messages in prompts]
+    rollouts = [
+        Rollout(f"{ticket}.{index}", f"g{ticket}", ticket, str(prompt_id), [], []) for index in range(group_size)
+    ]
+    first: list[Completion | None] = [None] * group_size
+    over: set[int] = set()
+
+    async def episode(index: int) -> None:
+        await play(engine, tokenizer, envs[index], prompts[index], prompt_ids[index], first[index],
+                   rollout=rollouts[index], temperature=temperature, max_new_tokens=max_new_tokens)  # fmt: skip
+        over.add(index)
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            if envs[0].max_turns == 1 and all(ids == prompt_ids[0] for ids in prompt_ids):
+                room = min(max_new_tokens, engine.max_model_len - len(prompt_ids[0]))
+                first = await engine.generate(prompt_ids[0], group_size, temperature, room)
+            await asyncio.gather(*(episode(index) for index in range(group_size)))
+    except TimeoutError:
+        for index, rollout in enumerate(rollouts):
+            if index not in over:
+                rollout.invalid, rollout.info["error"] = "timeout", f"not over after {timeout_s} s"
+    return rollouts
+
+
+def transcript(rollout: Rollout, tokenizer, advantage: float | None) -> dict:
+    """A rollout as text and numbers, for samples.jsonl."""
+    segments = rollout.segments
+    actions = [int(segment.action_mask.argmax()) for segment in segments]  # the first sampled token of each
+    versions = [v for segment in segments for v in segment.versions[segment.action_mask].tolist()]
+    return {
+        "ticket": rollout.ticket,
+        "rollout_id": rollout.rollout_id,
+        "prompt": tokenizer.decode(segments[0].token_ids[: actions[0]]) if segments else "",
+        "transcript": "\n---\n".join(tokenizer.decode(s.token_ids[a:]) for s, a in zip(segments, actions)),
+        "reward": rollout.reward,
+        "advantage": advantage,
+        "versions": [min(versions), max(versions)] if versions else None,
+        "num_actions": rollout.num_actions,
+        "invalid": rollout.invalid,
+        "info": rollout.info,
+    }

@@ -1,0 +1,129 @@
+"""The two records that cross the queue: `Segment` (one token sequence) and `Rollout` (one episode).
+
+Tokens come first: ids are what the engine returned or what tokenising the context gave once. Nothing in this
+project decodes and re-encodes a sampled token. A broken record raises `RecordError`; it is never repaired.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+class RecordError(ValueError):
+    """A sampled token without its id, log-prob or version. The message names rollout, position and reason."""
+
+
+@dataclass
+class Segment:
+    """One sequence of T tokens: context and sampled tokens in the order in which the engine saw them.
+
+    All arrays have length T. `action_mask[t]` is True exactly where the engine sampled `token_ids[t]`; there,
+    `logprobs[t]` is its log-prob under the policy that sampled it (temperature applied) and `versions[t]` that
+    policy's version. Elsewhere logprobs is 0 and versions -1, and both are unused.
+    """
+
+    token_ids: np.ndarray  # int32
+    action_mask: np.ndarray  # bool
+    logprobs: np.ndarray  # float32
+    versions: np.ndarray  # int32
+    turn_ends: list[int]  # one past the last sampled token of each turn
+    finish_reason: str  # of the last turn: "stop", "length" or "abort"
+
+    def __post_init__(self):
+        length = len(self.token_ids)
+        for name in ("action_mask", "logprobs", "versions"):
+            if len(getattr(self, name)) != length:
+                raise RecordError(f"{name} has length {len(getattr(self, name))}, token_ids has {length}")
+        if self.turn_ends and self.turn_ends[-1] > length:
+            raise RecordError(f"turn ends at {self.turn_ends[-1]}, past the {length} tokens")
+        sampled = np.flatnonzero(self.action_mask)
+        bad = sampled[~np.isfinite(self.logprobs[sampled]) | (self.logprobs[sampled] > 1e-4)]
+        if len(bad):
+            raise RecordError(f"position {bad[0]}: log-prob {self.logprobs[bad[0]]} is not a log-probability")
+        unversioned = sampled[self.versions[sampled] < 0]
+        if len(unversioned):
+            raise RecordError(f"position {unversioned[0]}: sampled token without a policy version")
+
+    @property
+    def num_actions(self) -> int:
+        return int(self.action_mask.sum())
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@dataclass
+class Rollout:
+    """One episode: its segments in time order, the reward of each turn, and why it is invalid if it is.
+
+    `ticket` counts the prompt groups of the run (0, 1, 2, ...); `group_id` is shared by the rollouts that one
+    prompt got. An invalid rollout takes part in no baseline and no loss; it is counted by its reason.
+    """
+
+    rollout_id: str
+    group_id: str
+    ticket: int
+    prompt_id: str
+    segments: list[Segment]
+    rewards: list[float]  # one a turn
+    info: dict = field(default_factory=dict)  # floats become metrics, strings stay with the transcript
+    invalid: str | None = None
+
+    @property
+    def reward(self) -> float:
+        """The episode's reward: the sum over its turns."""
+        return math.fsum(self.rewards)
+
+    @property
+    def num_actions(self) -> int:
+        return sum(segment.num_actions for segment in self.segments)
+
+    @property
+    def truncated(self) -> bool:
+        return bool(self.segments) and self.segments[-1].truncated
+
+    def lags(self, version: int) -> np.ndarray:
+        """How many versions each sampled token is behind `version`, [num_actions].
+
+        Raises RecordError where a token claims a version that does not exist yet.
+        """
+        parts = [segment.versions[segment.action_mask] for segment in self.segments]
+        lags = version - np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        if len(lags) and lags.min() < 0:
+            raise RecordError(f"{self.rollout_id}: sampled by version {version - lags.min()}, newest is {version}")
+        return lags
+
+
+def extend_segment(segment: Segment | None, context_ids, sampled_ids, logprobs, versions, finish_reason) -> Segment:
+    """One more turn: `context_ids` (unsampled), then what the engine sampled after them. Returns a new Segment.
+
+    Raises RecordError where the engine's three lists do not describe the same tokens, or a log-prob is missing.
+    """
+    if len(logprobs) != len(sampled_ids) or len(versions) != len(sampled_ids):
+        raise RecordError(f"{len(sampled_ids)} sampled ids, {len(logprobs)} log-probs, {len(versions)} versions")
+    missing = [position for position, value in enumerate(logprobs) if value is None]
+    if missing:
+        raise RecordError(f"position {missing[0]} of the turn: log-prob is missing")
+    empty = Segment(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32), np.zeros(0, np.int32), [], "")
+    old, gap = segment or empty, len(context_ids)
+    token_ids = np.concatenate([old.token_ids, np.asarray(context_ids, np.int32), np.asarray(sampled_ids, np.int32)])
+    mask = np.concatenate([old.action_mask, np.zeros(gap, bool), np.ones(len(sampled_ids), bool)])
+    return Segment(
+        token_ids=token_ids,
+        action_mask=mask,
+        logprobs=np.concatenate([old.logprobs, np.zeros(gap, np.float32), np.asarray(logprobs, np.float32)]),
+        versions=np.concatenate([old.versions, np.full(gap, -1, np.int32), np.asarray(versions, np.int32)]),
+        turn_ends=[*old.turn_ends, len(token_ids)],
+        finish_reason=finish_reason,
+    )
+
+
+def check_reward(value) -> float:
+    """A reward as a float. Raises RecordError for anything that is not a finite number (True and False are)."""
+    if not isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)):
+        raise RecordError(f"reward is a {type(value).__name__}, not a number")
+    if not math.isfinite(value):
+        raise RecordError(f"reward is {value}")
+    return float(value)

@@ -1,0 +1,122 @@
+"""The queue between rollout and training: tickets, admission, order, versions, health.
+
+Every prompt group has a ticket k = 0, 1, 2, ... A group may start when, counted without the dropped ones, it
+belongs to one of the `max_staleness + 1` steps from the current policy version on. So work is bounded where it
+begins, and nothing that was finished is thrown away for being ahead. `SampleQueue` is a plain asyncio class;
+`main` wraps it with `ray.remote`.
+"""
+
+import asyncio
+import time
+from collections import Counter
+
+from common.sample import RecordError
+
+
+class QueueClosed(RuntimeError):
+    """The run is over; the message says why."""
+
+
+class SampleQueue:
+    """Tickets out, finished groups in.
+
+    `order` "arrival" trains the P oldest finished groups, "ticket" the next P tickets that were not dropped.
+    `first_ticket` is where a resumed run goes on.
+    """
+
+    def __init__(self, groups_per_step: int, max_staleness: int, order: str, first_ticket: int = 0, version: int = -1):
+        self.groups_per_step, self.max_staleness, self.order = groups_per_step, max_staleness, order
+        self.version = version  # -1 until the first refit: nothing is admitted before it
+        self.next_ticket_number = self.next_to_train = first_ticket
+        self.admitted = 0  # tickets handed out and not dropped, counted from the first step of this process
+        self.first_version = max(version, 0)
+        self.finished: dict[int, object] = {}
+        self.dropped: set[int] = set()
+        self.drop_reasons: Counter = Counter()
+        self.running: dict[int, float] = {}  # ticket -> start time
+        self.closed: str | None = None
+        self.changed = asyncio.Condition()
+
+    def _may_start(self) -> bool:
+        """`k // P <= version + max_staleness` for the next ticket, k counted without the dropped ones."""
+        step = self.first_version + self.admitted // self.groups_per_step
+        return self.version >= 0 and step <= self.version + self.max_staleness
+
+    async def _wait_until(self, condition) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.closed is not None or condition())
+        if self.closed is not None:
+            raise QueueClosed(self.closed)
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def next_ticket(self) -> int:
+        """The next ticket, as soon as admission allows its group to start. Raises QueueClosed at the run's end."""
+        await self._wait_until(self._may_start)
+        ticket = self.next_ticket_number
+        self.next_ticket_number += 1
+        self.admitted += 1
+        self.running[ticket] = time.monotonic()
+        return ticket
+
+    async def put(self, ticket: int, group, max_version: int) -> None:
+        """A finished group. `max_version` is the newest version that sampled one of its tokens."""
+        if max_version > self.version:
+            raise RecordError(f"ticket {ticket} was sampled by version {max_version}; the newest is {self.version}")
+        self.running.pop(ticket, None)
+        self.finished[ticket] = group
+        await self._notify()
+
+    async def drop(self, ticket: int, reason: str) -> None:
+        """A group that will not be trained. It hands its allowance back, else the loop would run dry."""
+        self.running.pop(ticket, None)
+        self.dropped.add(ticket)
+        self.drop_reasons[reason] += 1
+        self.admitted -= 1
+        await self._notify()
+
+    def _next_batch(self) -> list[int] | None:
+        """The tickets of the next step, or None while they are not all there."""
+        if self.order == "arrival":
+            return sorted(self.finished)[: self.groups_per_step] if len(self.finished) >= self.groups_per_step else None
+        batch, ticket = [], self.next_to_train
+        while len(batch) < self.groups_per_step:
+            if ticket in self.finished:
+                batch.append(ticket)
+            elif ticket not in self.dropped:
+                return None
+            ticket += 1
+        return batch
+
+    async def get(self, step: int) -> tuple[list, dict]:
+        """The groups that step `step` trains, [(ticket, group)], and the queue's counters since the last call.
+
+        Raises RuntimeError if the engines do not hold the weights of `step`: a refit is missing.
+        """
+        if self.version != step:
+            raise RuntimeError(f"step {step} starts while the engines hold version {self.version}: a refit is missing")
+        await self._wait_until(lambda: self._next_batch() is not None)
+        tickets = self._next_batch()
+        self.next_to_train = tickets[-1] + 1 if self.order == "ticket" else self.next_to_train
+        groups = [(ticket, self.finished.pop(ticket)) for ticket in tickets]
+        drops, self.drop_reasons = dict(self.drop_reasons), Counter()
+        return groups, {"drops": drops, "waiting_groups": len(self.finished), "running_groups": len(self.running)}
+
+    async def set_version(self, version: int) -> None:
+        """The engines now hold `version`; admission moves on. A repeat of the same version adds nothing."""
+        if version not in (self.version, self.version + 1) and self.version >= 0:
+            raise RuntimeError(f"version {self.version} cannot become {version}")
+        self.version = version
+        await self._notify()
+
+    async def close(self, reason: str) -> None:
+        """Every waiting and every later call raises QueueClosed: nothing hangs on a run that has ended."""
+        self.closed = self.closed or reason
+        await self._notify()
+
+    async def state(self) -> dict:
+        """What the run waits for, for messages: version, tickets that run and for how long, what is finished."""
+        ages = {ticket: round(time.monotonic() - start, 1) for ticket, start in sorted(self.running.items())}
+        return {"version": self.version, "running": ages, "finished": sorted(self.finished)}

@@ -1,0 +1,139 @@
+"""The documentation says what the code does: flags, metric glossary, commands."""
+
+import ast
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+
+ROOT = Path(__file__).parents[1]
+ALGORITHMS = [path for path in sorted((ROOT / "algos").glob("*.py")) if path.name != "__init__.py"]
+COMMON = sorted((ROOT / "common").glob("*.py"))
+GLOSSARY = ROOT / "algos" / "README.md"
+DOCUMENTS = [path for path in (ROOT / "README.md", ROOT / "AGENTS.md", GLOSSARY) if path.exists()]
+GROUPS = "reward eval eval_end loss advantage ratio mismatch is staleness rollout time perf value moe tool"
+KEY = re.compile(rf"({'|'.join(GROUPS.split())})/[\w@*/]+")
+BARE_KEYS = {"step", "grad_norm", "lr"}  # the metrics without a group
+
+
+def class_bodies(path: Path) -> dict[str, list[ast.stmt]]:
+    statements = ast.parse(path.read_text()).body
+    return {node.name: node.body for node in statements if isinstance(node, ast.ClassDef)}
+
+
+def flag_groups(path: Path) -> set[str]:
+    """The dataclasses whose flags `Args` takes in: e: Annotated[EngineFlags, tyro.conf.OmitArgPrefixes]."""
+    fields = [node for node in class_bodies(path).get("Args", []) if isinstance(node, ast.AnnAssign)]
+    marked = [field for field in fields if "OmitArgPrefixes" in ast.unparse(field.annotation)]
+    return {name for field in marked for name in re.findall(r"\w+", ast.unparse(field.annotation))}
+
+
+def undocumented(body: list[ast.stmt]) -> list[str]:
+    """Fields without a docstring line under them; a flag group is documented where it is defined."""
+    missing = []
+    for node, below in zip(body, [*body[1:], None]):
+        if isinstance(node, ast.AnnAssign) and "OmitArgPrefixes" not in ast.unparse(node.annotation):
+            documented = isinstance(below, ast.Expr) and isinstance(getattr(below.value, "value", None), str)
+            if not documented:
+                missing.append(node.target.id)
+    return missing
+
+
+@pytest.mark.parametrize("path", ALGORITHMS, ids=lambda path: path.name)
+def test_every_flag_has_a_docstring(path):
+    assert undocumented(class_bodies(path).get("Args", [])) == []
+    groups = {name: body for module in COMMON for name, body in class_bodies(module).items()}
+    for name in flag_groups(path) & set(groups):
+        assert undocumented(groups[name]) == [], name
+
+
+def metric_keys(source: str) -> set[str]:
+    """The metric names in a file: literals "group/name" and f-strings, where {...} becomes *."""
+    keys = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            keys.add(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "*" for part in node.values]
+            keys.add("".join(parts))
+    return {key for key in keys if KEY.fullmatch(key) or key in BARE_KEYS}
+
+
+def glossary_keys(text: str) -> set[str]:
+    """The names in the first cell of the table rows "| `reward/mean` | ... |"; <env> becomes *."""
+    cells = re.findall(r"^\|([^|]*`[^|]*)\|", text, flags=re.MULTILINE)
+    names = {re.sub(r"<\w+>", "*", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    return {name for name in names if KEY.fullmatch(name) or name in BARE_KEYS}
+
+
+def test_the_collectors_themselves():
+    source = 'row = {"time/step": 1, f"eval/{env}/mean": 2, "lr": 3}\nprint(f"time/step {x} s", "a/b")'
+    assert metric_keys(source) == {"time/step", "eval/*/mean", "lr"}
+    text = "| `a/b` | no |\n| `eval/<env>/mean` | yes, not `time/step` |\n| `lr`, `is/ess` | both |\n"
+    assert glossary_keys(text) == {"eval/*/mean", "lr", "is/ess"}
+    body = ast.parse('class A:\n    a: int = 1\n    """Doc."""\n    b: int = 2\n').body[0].body
+    assert undocumented(body) == ["b"]
+
+
+@pytest.mark.skipif(not GLOSSARY.exists(), reason="algos/README.md is not written yet")
+def test_logged_keys_and_glossary_agree():
+    logged = set().union(*(metric_keys(path.read_text()) for path in [*ALGORITHMS, *COMMON]))
+    explained = glossary_keys(GLOSSARY.read_text())
+    assert logged - explained == set(), "logged, but not in the glossary of algos/README.md"
+    assert explained - logged == set(), "in the glossary of algos/README.md, but logged nowhere"
+
+
+def commands() -> list[tuple[str, str, list[str]]]:
+    """(where, module, arguments) of each `python -m algos.X` in bash blocks and algorithms' docstrings."""
+    blocks = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+    texts = [(path, "\n".join(blocks.findall(path.read_text()))) for path in DOCUMENTS]
+    texts += [(path, ast.get_docstring(ast.parse(path.read_text())) or "") for path in ALGORITHMS]
+    found = []
+    for path, text in texts:
+        for module, rest in re.findall(r"python -m (algos\.\w+)([^\n`&|;(]*)", text.replace("\\\n", " ")):
+            arguments = [word for word in shlex.split(rest, comments=True) if word != "..."]
+            found.append((path.name, module, arguments))
+    return found
+
+
+@pytest.mark.parametrize("where, module, arguments", commands())
+def test_documented_command_parses(where, module, arguments):
+    # Not by --help: that exits with 0 before tyro has looked at the other flags.
+    tyro.cli(importlib.import_module(module).Args, args=arguments)
+
+
+@pytest.mark.parametrize("module", sorted({module for _, module, _ in commands()}))
+def test_help(module):
+    command = [sys.executable, "-m", module, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "--model" in done.stdout
+
+
+def test_documented_scripts_exist():
+    texts = [path.read_text() for path in DOCUMENTS]
+    named = {name for text in texts for name in re.findall(r"bash ([\w./-]+/[\w.-]+)", text)}
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
+def test_the_repository_stands_alone():
+    """No file points at somebody's machine, at a tracker or at a package registry."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    hosts = r"pypi\.org|pythonhosted\.org|anaconda\.org|pypi\.nvidia\.com|download\.pytorch\.org|/simple/"
+    forbidden = re.compile(rf"/work/|\.\./shared|\bISSUE\b|{hosts}")
+    found = []
+    for path in {ROOT / name for name in names.split("\0") if name} - {Path(__file__)}:
+        text = path.read_text(errors="ignore") if path.is_file() else ""
+        if path == ROOT / "scripts" / "setup.sh":  # the one place that may name PyTorch's own index
+            text = text.replace("download.pytorch.org", "")
+        found += [f"{path.relative_to(ROOT)}: {match}" for match in forbidden.findall(text)]
+    assert found == []
