@@ -1,15 +1,19 @@
 """GRPO, asynchronous: group-relative advantages, clipped policy gradient, no critic.
 
     A_i = (R_i - mean(R)) / std(R)                       over the G rollouts of one prompt
-    L   = -1/N sum_t w_t min(r_t A, clip(r_t, 1 - eps_low, 1 + eps_high) A)      r = pi / old,  w = sg(f(old / mu))
+    L   = -1/N sum_t w_t min(r_t A, clip(r_t, 1 - eps_low, 1 + eps_high) A)      r = pi / old,  w = sg(f(old /
+    mu))
 
-mu is the policy that sampled the token (the engine, some steps ago), old the trainer at the start of the step, pi
-the trainer now. Papers: GRPO arXiv 2402.03300, clip-higher and token mean: DAPO arXiv 2503.14476,
-truncated importance sampling: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
+mu is the policy that sampled the token (the engine, some steps ago), old the trainer at the start of the
+step, pi the trainer now. Papers: GRPO arXiv 2402.03300, clip-higher and token mean: DAPO arXiv 2503.14476,
+truncated importance sampling: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+(2025).
 
 What differs from the GRPO paper, and why:
-  1. token mean over the step (N = its action tokens, all ranks) instead of 1/|o_i|, which favours long failures;
-  2. the std is unbiased (ddof 1), and a group of equal rewards has advantage exactly 0 (no epsilon to divide by);
+  1. token mean over the step (N = its action tokens, all ranks) instead of 1/|o_i|, which favours long
+  failures;
+  2. the std is unbiased (ddof 1), and a group of equal rewards has advantage exactly 0 (no epsilon to divide
+  by);
   3. asynchronous: old/mu is corrected by truncated importance sampling, as pi/old alone would be biased;
   4. the optional KL term is k2, (log pi - log ref)^2 / 2: its gradient is that of the KL (k3's is not).
 
@@ -31,7 +35,6 @@ Edit here: advantage -> group_advantages | loss -> policy_loss | correction -> i
 
 import asyncio
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal
 
@@ -48,13 +51,13 @@ from common.env import load_env
 from common.evaluate import env_name, evaluate
 from common.logger import LogFlags, Logger, mean_of, merge
 from common.logprobs import LogprobHead
+from common.metrics import BusyClock, Stopwatch, rollout_metrics, timing_metrics
 from common.models import resolve_model
 from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world
 from common.refit import RefitError, WeightSender, check_probe, connect_store, open_store
 from common.rollout import Engine, EngineFlags, load_tokenizer, resolve_dtype, rollout_group, transcript
 from common.sample import Rollout
 from common.sample_queue import SampleQueue
-from common.timing import BusyClock, Stopwatch, timing_metrics
 
 
 @dataclass
@@ -83,9 +86,11 @@ class Args:
     """Longest answer of one turn in tokens."""
     # asynchrony
     max_staleness: int = 2
-    """Steps that a group may start ahead of the trained policy. 0 is synchronous: no overlap, nothing stale."""
+    """Steps that a group may start ahead of the trained policy. 0 is synchronous: no overlap, nothing
+    stale."""
     order: Literal["arrival", "ticket"] = "arrival"
-    """Which finished groups a step trains: the oldest ones, or the next tickets in order (waits for the slowest)."""
+    """Which finished groups a step trains: the oldest ones, or the next tickets in order (waits for the
+    slowest)."""
     late: Literal["keep", "mask", "drop"] = "keep"
     """Tokens staler than --max-staleness: keep them, mask them out of the loss, or drop their rollout."""
     # algorithm
@@ -98,7 +103,8 @@ class Args:
     correction_cap: float = 2.0
     """The cap of --correction."""
     kl_coef: float = 0.0
-    """Weight of the KL to the starting policy (k2). Above 0 a frozen copy of the model is kept in the trainer."""
+    """Weight of the KL to the starting policy (k2). Above 0 a frozen copy of the model is kept in the
+    trainer."""
     epochs: int = 1
     """Passes over a step's batch."""
     minibatches: int = 1
@@ -155,11 +161,13 @@ def importance_weights(log_ratio_BS: torch.Tensor, correction: str, cap: float) 
 # [/shared:importance_weights]
 
 
-def policy_loss(logprobs_BS, old_logprobs_BS, weights_BS, advantages_B, mask_BS, clip_low: float, clip_high: float):
+def policy_loss(
+    logprobs_BS, old_logprobs_BS, weights_BS, advantages_B, mask_BS, clip_low: float, clip_high: float
+):
     """The summed clipped surrogate over the masked tokens (the caller divides by the step's token count).
 
-    Returns (loss, {metric: (sum, count)}). Masked positions may hold anything, also NaN. Log-ratios are clamped to
-    +-20, where exp is finite in fp32 and far outside of any clip range.
+    Returns (loss, {metric: (sum, count)}). Masked positions may hold anything, also NaN. Log-ratios are
+    clamped to +-20, where exp is finite in fp32 and far outside of any clip range.
     """
     log_ratio_BS = torch.where(mask_BS, logprobs_BS - old_logprobs_BS, 0.0).clamp(-20, 20)
     ratio_BS, adv_BS = log_ratio_BS.exp(), advantages_B[:, None].to(logprobs_BS.dtype)
@@ -212,13 +220,17 @@ class RolloutWorker:
                 await queue.put.remote(ticket, [ray.put(group)], newest)
 
     async def produce_group(self, ticket: int) -> tuple[list[Rollout], str | None]:
-        """The rollouts of one prompt, and why the group is dropped if it is. Ticket k is prompt k of the epochs."""
+        """The rollouts of one prompt, and why the group is dropped if it is. Ticket k is prompt k of the
+        epochs."""
         epoch, position = divmod(ticket, len(self.tasks))
-        task_index = int(np.random.default_rng([self.args.seed, epoch]).permutation(len(self.tasks))[position])
+        task_index = int(
+            np.random.default_rng([self.args.seed, epoch]).permutation(len(self.tasks))[position]
+        )
         group = await rollout_group(
             self.engine, self.tokenizer, self.make_env, self.tasks[task_index],
-            ticket=ticket, prompt_id=task_index, group_size=self.args.group_size, temperature=self.args.temperature,
-            max_new_tokens=self.args.max_new_tokens, timeout_s=self.args.deadline.rollout_timeout_s,
+            ticket=ticket, prompt_id=task_index, group_size=self.args.group_size,
+            temperature=self.args.temperature, max_new_tokens=self.args.max_new_tokens,
+            timeout_s=self.args.deadline.rollout_timeout_s,
         )  # fmt: skip
         valid = [rollout for rollout in group if not rollout.invalid]
         reasons = [rollout.invalid for rollout in group if rollout.invalid]
@@ -232,7 +244,11 @@ class RolloutWorker:
 
     async def stats(self) -> dict:
         """Seconds with rollouts in flight, and tokens sampled, since the start."""
-        return {"at": time.monotonic(), "busy_s": self.busy.seconds(), "sampled_tokens": self.engine.sampled_tokens}
+        return {
+            "at": time.monotonic(),
+            "busy_s": self.busy.seconds(),
+            "sampled_tokens": self.engine.sampled_tokens,
+        }
 
     async def connect(self, host: str, port: int, first_rank: int, world_size: int) -> None:
         await self.engine.connect(host, port, first_rank, world_size, self.args.deadline.refit_timeout_s)
@@ -269,7 +285,9 @@ class Trainer:
         join_world(self.rank, self.world_size, store, self.device, args.deadline.step_timeout_s)
         torch.manual_seed(args.seed)
         self.model = build_model(self.model_path, self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=args.lr, weight_decay=args.weight_decay
+        )
         self.head = LogprobHead(self.model)
         if args.kl_coef > 0:
             self.ref_model = build_model(self.model_path, self.device).requires_grad_(False)
@@ -283,7 +301,8 @@ class Trainer:
             self.sender.join(self.store, world_size)
 
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob of each token given those before it, and the entropy there: [B, S]. Position s is token s + 1."""
+        """Log-prob of each token given those before it, and the entropy there: [B, S]. Position s is token s
+        + 1."""
         ids_BT = batch["token_ids"].long()
         return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature)
 
@@ -315,7 +334,10 @@ class Trainer:
                 self.optimizer.step()
                 sums.append({"grad_norm": (grad_norm, 1)})
         peak_of = {name: max(float(peak[name]) for peak in peaks if name in peak) for name in peaks[0]}
-        return {"sums": merge([{n: (float(s), float(c)) for n, (s, c) in d.items()} for d in sums]), "peaks": peak_of}
+        return {
+            "sums": merge([{n: (float(s), float(c)) for n, (s, c) in d.items()} for d in sums]),
+            "peaks": peak_of,
+        }
 
     def loss(self, batch: dict, first: bool) -> tuple[torch.Tensor, dict, dict]:
         """The summed loss of one micro-batch, its metrics, and its peaks. `first`: no update was made yet."""
@@ -340,11 +362,15 @@ class Trainer:
         sums["mismatch/k3"] = ((log_weight_BS.exp() - 1 - log_weight_BS).sum(), count)
         sums["mismatch/exact_frac"] = ((mask_BS & (difference == 0)).sum(), count)
         sums["is/dropped_frac"] = ((masked == 0).sum(), count)
-        sums["is/weight"], sums["is/weight_squared"] = (masked.sum(), count), (masked.square().sum(), count)
-        return loss, sums, {"mismatch/abs_max": difference.max(), "is/max_weight": masked.max() if count else 0.0}
+        sums["is_weight"], sums["is_weight_squared"] = (masked.sum(), count), (masked.square().sum(), count)
+        return (
+            loss,
+            sums,
+            {"mismatch/abs_max": difference.max(), "is/max_weight": masked.max() if count else 0.0},
+        )
 
     def to_device(self, batch: dict) -> dict:
-        return {name: torch.as_tensor(value).to(self.device) for name, value in batch.items()}
+        return {name: torch.tensor(value, device=self.device) for name, value in batch.items()}
 
     @torch.no_grad()
     def send_weights(self, version: int, probe_ids: list[int]) -> dict:
@@ -394,13 +420,19 @@ def mark_late(rollouts: list[Rollout], version: int, max_staleness: int, late: s
 def segment_rows(rollout: Rollout, advantage: float) -> list[dict]:
     """A rollout's segments as rows of the batch."""
     return [
-        {"token_ids": s.token_ids, "action_mask": s.action_mask, "logprobs": s.logprobs, "advantage": advantage}
+        {
+            "token_ids": s.token_ids,
+            "action_mask": s.action_mask,
+            "logprobs": s.logprobs,
+            "advantage": advantage,
+        }
         for s in rollout.segments
     ]
 
 
 def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[list[tuple[list[dict], int]]]:
-    """Rows by rollout -> for each rank its [(micro-batches, action tokens of the minibatch over all ranks)]."""
+    """Rows by rollout -> for each rank its [(micro-batches, action tokens of the minibatch over all
+    ranks)]."""
     shuffled = np.random.default_rng([args.seed, step]).permutation(len(rows))
     per_rank: list[list] = [[] for _ in range(args.parallel.num_trainers)]
     for part in np.array_split(shuffled, args.minibatches):
@@ -432,41 +464,32 @@ def refit(version: int, watch: Watch, queue, workers, trainers, probe_ids, timeo
 
 # [shared:start_actors]
 def start_actors(args, log: Logger, worker_class, trainer_class):
-    """Ray, the queue, engines and trainers, up to the first refit: (watch, queue, workers, trainers, probe ids)."""
-    watch, engine, deadline = Watch(), args.engine, args.deadline
+    """Ray, queue, engines and trainers, up to the first refit: (watch, queue, workers, trainers, probe ids)."""
+    engine, deadline, num_trainers = args.engine, args.deadline, args.parallel.num_trainers
     log.phase("model: preparing")
     model_path = resolve_model(args.model)
     dtype = resolve_dtype(model_path, engine.rollout_dtype)
     log.phase("ray: starting")
-    cluster.start(engine.num_engines + args.parallel.num_trainers)
-    gpus = cluster.gpus_per_actor(engine.num_engines, args.parallel.num_trainers)
-    resources, host = {"num_cpus": 1, "num_gpus": gpus}, cluster.host()
-    queue = ray.remote(SampleQueue).options(num_cpus=0, max_concurrency=10_000).remote(
-        args.prompts_per_step, args.max_staleness, args.order
-    )  # fmt: skip
-    watch.actor("queue", queue)
-    log.phase(f"engines: {engine.num_engines} x vLLM ({dtype}), trainers: {args.parallel.num_trainers} x FSDP2")
-    workers = [ray.remote(worker_class).options(**resources).remote() for _ in range(engine.num_engines)]
-    trainers = [
-        ray.remote(trainer_class).options(**resources).remote(args, model_path, rank, gpus > 0)
-        for rank in range(args.parallel.num_trainers)
-    ]
-    for index, worker in enumerate(workers):
-        watch.actor(f"engine {index}", worker)
-    for rank, trainer in enumerate(trainers):
-        watch.actor(f"trainer {rank}", trainer)
+    cluster.start(engine.num_engines + num_trainers, args.log.output_dir)
+    watch, host = Watch(), cluster.host()
+    gpus = cluster.gpus_per_actor(engine.num_engines, num_trainers)
+    plan = (args.prompts_per_step, args.max_staleness, args.order)
+    (queue,) = watch.spawn("queue", SampleQueue, [plan], max_concurrency=10_000)
+    log.phase(f"engines: {engine.num_engines} x vLLM ({dtype}); trainers: {num_trainers} x FSDP2")
+    workers = watch.spawn("engine", worker_class, [()] * engine.num_engines, num_gpus=gpus)
+    ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
+    trainers = watch.spawn("trainer", trainer_class, ranks, num_gpus=gpus)
     started = [worker.start.remote(args, model_path, dtype, i, gpus > 0) for i, worker in enumerate(workers)]
-    port = watch.get(trainers[0].listen.remote(host), deadline.start_timeout_s, "trainer 0")
+    port = watch.get(trainers[0].listen.remote(host), deadline.start_timeout_s, "trainer 0 starting")
     ready = [trainer.setup.remote(host, port, dtype) for trainer in trainers]
-    description = watch.get(ready, deadline.start_timeout_s, "trainers starting")[0]
-    log.phase(f"trainer: {description}")
+    log.phase(f"trainer: {watch.get(ready, deadline.start_timeout_s, 'trainers starting')[0]}")
     watch.get(started, deadline.start_timeout_s, "engines starting")
     world = 1 + engine.num_engines
     joins = [worker.connect.remote(host, port, 1 + i, world) for i, worker in enumerate(workers)]
-    watch.get(joins + [trainers[0].connect.remote(world)], deadline.refit_timeout_s, "transfer group")
+    watch.get([*joins, trainers[0].connect.remote(world)], deadline.refit_timeout_s, "the transfer group")
     probe_ids = load_tokenizer(model_path).encode("The quick brown fox jumps over the lazy dog. 0123456789")
     first = refit(0, watch, queue, workers, trainers, probe_ids, deadline.refit_timeout_s)
-    log.phase(f"refit gate passed: {first['bytes'] / 1e6:.3g} MB, by {first['mode']}")
+    log.phase(f"refit gate passed: {first['bytes'] / 1e6:.3g} MB by {first['mode']}")
     for index, worker in enumerate(workers):
         watch.task(f"engine {index}", worker.produce.remote(queue))
     return watch, queue, workers, trainers, probe_ids
@@ -482,35 +505,6 @@ def check_flags(args: Args) -> None:
     checks.check_kl(args.kl_coef)
     checks.check_minibatches(args.prompts_per_step, args.minibatches)
     checks.check_output_dir(args.log.output_dir, resume=False)
-
-
-# [shared:rollout_metrics]
-def rollout_metrics(rollouts: list[Rollout], lags: list[int], num_late: int, drops: dict[str, int]) -> dict:
-    """What the rollouts of a step were like. Rewards are averaged over valid rollouts, lengths over all."""
-    valid = [rollout for rollout in rollouts if not rollout.invalid]
-    reasons = Counter(rollout.invalid for rollout in rollouts if rollout.invalid) + Counter(drops)
-    rewards: dict[str, list[float]] = {}
-    for rollout in valid:
-        rewards.setdefault(rollout.group_id, []).append(rollout.reward)
-    flat = [reward for group in rewards.values() for reward in group]
-    row = {f"rollout/dropped/{reason}": count for reason, count in reasons.items()}
-    if flat:
-        row["reward/mean"], row["reward/std"] = float(np.mean(flat)), float(np.std(flat))
-        row["reward/zero_std_group_frac"] = float(np.mean([max(g) == min(g) for g in rewards.values()]))
-    if lags:
-        row["staleness/mean"], row["staleness/max"] = float(np.mean(lags)), max(lags)
-        row["staleness/hist"] = np.bincount(lags).tolist()
-        row["staleness/late_token_frac"] = num_late / len(lags)
-    return row | {
-        "reward/invalid_frac": 1 - len(valid) / len(rollouts),
-        "rollout/len_mean": float(np.mean([rollout.num_actions for rollout in rollouts])),
-        "rollout/truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
-        "rollout/turns_mean": float(np.mean([len(rollout.rewards) for rollout in rollouts])),
-        "rollout/forks_mean": float(np.mean([max(len(rollout.segments) - 1, 0) for rollout in rollouts])),
-    }
-
-
-# [/shared:rollout_metrics]
 
 
 def check_flags(args: Args) -> None:
@@ -544,7 +538,9 @@ def main(args: Args) -> None:
             stats_start = ask("stats")
 
             # what this step trains
-            batch, counts = watch.get(queue.get.remote(step), deadline.step_timeout_s, f"rollouts of step {step}")
+            batch, counts = watch.get(
+                queue.get.remote(step), deadline.step_timeout_s, f"rollouts of step {step}"
+            )
             groups = [ray.get(refs[0]) for _, refs in batch]
             clock.lap("time/trainer_wait")
             rollouts = [rollout for group in groups for rollout in group]
@@ -573,23 +569,34 @@ def main(args: Args) -> None:
                 peaks = {key: max(rank["peaks"][key] for rank in ranks) for key in ranks[0]["peaks"]}
             clock.lap("time/train")
             stats_after = ask("stats")
-            row = {f"eval/{name}/mean": score(scoring)} if scoring else {}  # one policy a score: the refit waits
+            row = (
+                {f"eval/{name}/mean": score(scoring)} if scoring else {}
+            )  # one policy a score: the refit waits
             clock.lap("time/eval")
             sent = refit(step + 1, watch, queue, workers, trainers, probe_ids, deadline.refit_timeout_s)
             means = mean_of(pairs)
             if not sent["changed"] and means.get("grad_norm") and lr > 0:
-                raise RefitError(f"step {step} moved the weights, and the payload of its refit did not change")
+                raise RefitError(
+                    f"step {step} moved the weights, and the payload of its refit did not change"
+                )
             clock.lap("time/refit")
 
             # how it went
-            row |= {"step": step, "lr": lr} | rollout_metrics(rollouts, lags, num_late, counts["drops"]) | peaks
-            weight, squared = means.pop("is/weight", None), means.pop("is/weight_squared", None)
+            row |= (
+                {"step": step, "lr": lr} | rollout_metrics(rollouts, lags, num_late, counts["drops"]) | peaks
+            )
+            weight, squared = means.pop("is_weight", None), means.pop("is_weight_squared", None)
             row |= means | ({"is/ess": weight**2 / squared} if squared else {})
-            row["advantage/abs_mean"] = float(np.mean(np.abs(list(advantages.values())))) if advantages else None
+            row["advantage/abs_mean"] = (
+                float(np.mean(np.abs(list(advantages.values())))) if advantages else None
+            )
             ticks = [ray.get(refs) for refs in (stats_start, stats_before, stats_after, ask("stats"))]
             num_tokens = sum(rollout.num_actions for rollout in rollouts)
             row |= timing_metrics(clock.times, ticks, num_tokens, len(rollouts))
-            row |= {"time/refit_pause": sent["pause_s"], "perf/refit_gb_per_s": sent["bytes"] / 1e9 / sent["pause_s"]}
+            row |= {
+                "time/refit_pause": sent["pause_s"],
+                "perf/refit_gb_per_s": sent["bytes"] / 1e9 / sent["pause_s"],
+            }
             if args.save.save_every and (step + 1) % args.save.save_every == 0 or step + 1 == args.max_steps:
                 path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
                 watch.get([t.save.remote(path) for t in trainers], deadline.step_timeout_s, "saving")

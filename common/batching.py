@@ -7,9 +7,9 @@ def micro_batches(rows: list[dict], num_ranks: int, max_tokens: int) -> list[lis
     """Splits rows into micro-batches of at most `max_tokens` tokens, padding included, for each rank.
 
     A row is a dict of arrays of its length T (`token_ids` and `action_mask` among them) and of plain numbers.
-    Returns [rank][micro-batch] -> dict of arrays [B, T] (right-padded with zeros) and [B]. Every rank gets the same
-    number, since each one is a collective; a rank without work left gets one whose mask is empty. A single row
-    longer than `max_tokens` is a micro-batch of its own.
+    Returns [rank][micro-batch] -> dict of arrays [B, T] (right-padded with zeros) and [B]. Every rank gets
+    the same number, since each one is a collective; a rank without work left gets one whose mask is empty. A
+    single row longer than `max_tokens` is a micro-batch of its own.
     """
     by_length = sorted(rows, key=lambda row: -len(row["token_ids"]))
     groups: list[list[dict]] = []

@@ -7,7 +7,6 @@ starts, and `run` shows a FlagError without a traceback: a mistake on the comman
 import difflib
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,14 +32,6 @@ def run(main, args) -> None:
         refuse(error)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def run(main: Callable, args) -> None:
-    """Calls `main(args)`. A FlagError ends the program as `refuse` does; all other errors pass through."""
-    try:
-        main(args)
-    except FlagError as error:
-        refuse(error)
 
 
 def check_at_least(flag: str, value: float, minimum: float) -> None:

@@ -26,17 +26,34 @@ class RunError(RuntimeError):
     """Something that the run needs has died, failed or missed its deadline; the message says which."""
 
 
-def start(num_actors: int) -> None:
-    """A local Ray, or the cluster that RAY_ADDRESS names. The processes get this folder on their path."""
+def start(num_actors: int, output_dir: str) -> None:
+    """A local Ray, or the cluster that RAY_ADDRESS names. The processes get this folder on their path.
+
+    What they print goes to files, which `output_dir/logs` leads to.
+    """
     root = str(Path(__file__).parents[1])
     path = f"{root}{os.pathsep}{os.environ['PYTHONPATH']}" if os.environ.get("PYTHONPATH") else root
-    env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    env = {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     local = {}
     if not os.environ.get("RAY_ADDRESS"):
         local = {"num_cpus": max(os.cpu_count(), num_actors), "_node_ip_address": "127.0.0.1"}
         env["GLOO_SOCKET_IFNAME"] = "lo"
-    ray.init(include_dashboard=False, runtime_env={"env_vars": env}, logging_level="ERROR", **local)
+    context = ray.init(
+        include_dashboard=False,
+        runtime_env={"env_vars": env},
+        logging_level="ERROR",
+        log_to_driver=False,
+        **local,
+    )
+    link = Path(output_dir, "logs")
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(context.address_info["session_dir"], "logs"))
 
 
 def host() -> str:
@@ -56,7 +73,7 @@ def gpus_per_actor(num_engines: int, num_trainers: int) -> float:
     if available == 1:
         return 1 / wanted
     raise RunError(
-        f"--num-engines {num_engines} + --num-trainers {num_trainers} = {wanted} GPUs, and there are {available}"
+        f"--num-engines {num_engines} + --num-trainers {num_trainers} = {wanted} GPUs; there are {available}"
     )
 
 
@@ -71,16 +88,21 @@ class Watch:
         self.pings: dict[ray.ObjectRef, str] = {}
         self.tasks: dict[ray.ObjectRef, str] = {}
 
-    def actor(self, name: str, handle):
-        self.actors[name] = handle
-        return handle
+    def spawn(self, name: str, actor_class: type, arguments: list[tuple], **options) -> list:
+        """One actor for each tuple of constructor arguments, called `name`, or `name` 0, 1, ... if several."""
+        remote = ray.remote(actor_class).options(num_cpus=0, **options)
+        handles = [remote.remote(*each) for each in arguments]
+        names = [name if len(handles) == 1 else f"{name} {index}" for index in range(len(handles))]
+        self.actors |= dict(zip(names, handles, strict=True))
+        return handles
 
     def task(self, name: str, ref) -> None:
         """A call that lasts as long as the run: its return is an error."""
         self.tasks[ref] = name
 
     def get(self, refs, timeout_s: float, what: str):
-        """Like `ray.get`. Raises RunError as soon as anything that is watched has died, and at the deadline."""
+        """Like `ray.get`. Raises RunError as soon as anything that is watched has died, and at the
+        deadline."""
         single = not isinstance(refs, list)
         pending = [refs] if single else list(refs)
         results = list(pending)

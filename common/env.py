@@ -1,4 +1,5 @@
-"""The environment protocol. An `Env` plays one episode: it gives the prompt, sees the answer, gives the reward.
+"""The environment protocol. An `Env` plays one episode: it gives the prompt, sees the answer, gives the
+reward.
 
     class Parity(Env):
         def tasks(self, split):
@@ -28,7 +29,9 @@ class Step:
     observation: str | None = None
     score: float | None = None  # in [0, 1], for evaluation; None: the episode's reward
     truncated: bool = False  # the episode ended for a limit, not for its own reasons
-    info: dict = field(default_factory=dict)  # floats are averaged into metrics, strings stay in the transcript
+    info: dict = field(
+        default_factory=dict
+    )  # floats are averaged into metrics, strings stay in the transcript
 
 
 class Env:
@@ -37,7 +40,8 @@ class Env:
     max_turns = 1
 
     def tasks(self, split: str) -> Sequence[dict]:
-        """The tasks of `split` ("train" or "eval"); the two should be disjoint. One task is a dict of plain values."""
+        """The tasks of `split` ("train" or "eval"); the two should be disjoint. One task is a dict of plain
+        values."""
         raise NotImplementedError
 
     def reset(self, task: dict) -> str | list[dict]:

@@ -14,7 +14,9 @@ def env_name(spec: str) -> str:
     return argument if name.endswith(".py") else Path(argument).stem
 
 
-async def evaluate(engine, tokenizer, make_env, tasks, *, max_new_tokens: int, timeout_s: float) -> list[float]:
+async def evaluate(
+    engine, tokenizer, make_env, tasks, *, max_new_tokens: int, timeout_s: float
+) -> list[float]:
     """The score of one greedy answer to each task, [0, 1]. A crashed or late episode counts as wrong."""
     groups = await asyncio.gather(*(
         rollout_group(

@@ -26,8 +26,6 @@ FAST_STEP_S = 0.2  # steps faster than this are printed once a second
 class LogFlags:
     output_dir: str = field(default_factory=lambda: time.strftime("runs/%Y%m%d-%H%M%S"))
     """Folder for metrics, transcripts and checkpoints. Default: a new one under runs/, named by the time."""
-    samples_per_step: int = 8
-    """Rollouts of a step whose transcripts go to samples.jsonl. 0 for none."""
     samples_per_step: int = 2
     """Rollouts of a step that go to samples.jsonl as text, with reward and advantage."""
 

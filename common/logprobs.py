@@ -18,8 +18,8 @@ def chunk_logprobs(hidden_TH, weight_VH, bias_V, targets_T, temperature: float):
 class LogprobHead:
     """Stands in for the forward of `model`'s output head.
 
-    While `targets` is set, the head returns [B, S, 2] (log-prob, entropy) in place of logits. It runs inside the
-    model's own forward, so that FSDP's hooks around the head fire as for any other layer.
+    While `targets` is set, the head returns [B, S, 2] (log-prob, entropy) in place of logits. It runs inside
+    the model's own forward, so that FSDP's hooks around the head fire as for any other layer.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -33,12 +33,19 @@ class LogprobHead:
         if self.targets_BS is None:
             return self.plain_forward(hidden_BSH)
         if hidden_BSH.shape[:2] != self.targets_BS.shape:
-            raise ValueError(f"{tuple(hidden_BSH.shape[:2])} positions, {tuple(self.targets_BS.shape)} targets")
+            raise ValueError(
+                f"{tuple(hidden_BSH.shape[:2])} positions, {tuple(self.targets_BS.shape)} targets"
+            )
         hidden, targets = hidden_BSH.flatten(0, 1), self.targets_BS.flatten()
         size = max(1, CHUNK_BYTES // (4 * len(self.head.weight)))
         parts = []
         for start in range(0, len(targets), size):
-            chunk = (hidden[start : start + size], self.head.weight, self.head.bias, targets[start : start + size])
+            chunk = (
+                hidden[start : start + size],
+                self.head.weight,
+                self.head.bias,
+                targets[start : start + size],
+            )
             if len(targets) <= size:
                 parts.append(chunk_logprobs(*chunk, self.temperature))
             else:  # only the last chunk's logits would be needed again: recompute each in the backward pass
@@ -47,10 +54,11 @@ class LogprobHead:
         return torch.stack([logprobs, entropies], dim=-1).unflatten(0, self.targets_BS.shape)
 
     def __call__(self, model, input_ids_BS, targets_BS, temperature: float):
-        """(log-probs, entropies) of `targets_BS` given `input_ids_BS` up to the same position, both [B, S], fp32.
+        """(log-probs, entropies) of `targets_BS` given `input_ids_BS` up to the same position, both [B, S],
+        fp32.
 
-        Rows are padded on the right, so a causal model needs no attention mask. Raises ValueError where the two
-        shapes differ.
+        Rows are padded on the right, so a causal model needs no attention mask. Raises ValueError where the
+        two shapes differ.
         """
         if input_ids_BS.shape != targets_BS.shape:
             raise ValueError(f"input ids {tuple(input_ids_BS.shape)}, targets {tuple(targets_BS.shape)}")

@@ -48,12 +48,18 @@ def build_model(path: str, device: torch.device) -> torch.nn.Module:
     )
     if device.type == "cuda":
         model = NeMoAutoModelForCausalLM.from_pretrained(
-            path, distributed_setup=setup, dtype=torch.float32, attn_implementation="sdpa", use_liger_kernel=False
+            path,
+            distributed_setup=setup,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            use_liger_kernel=False,
         )
     else:  # AutoModel's own loader asks for a CUDA device; its parallelizer does not
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
         model = parallelize_model(model, setup.mesh_context)
-    if device.type == "cuda" and dist.get_world_size() == 1:  # AutoModel leaves a single rank as it is, in fp32
+    if (
+        device.type == "cuda" and dist.get_world_size() == 1
+    ):  # AutoModel leaves a single rank as it is, in fp32
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
@@ -61,16 +67,19 @@ def build_model(path: str, device: torch.device) -> torch.nn.Module:
 
 
 def describe(model: torch.nn.Module) -> str:
-    """One line: the model's class, its size, and how many of its parameters are sharded over how many ranks."""
+    """One line: the model's class, its size, and how many of its parameters are sharded over how many
+    ranks."""
     parameters = list(model.parameters())
     sharded = sum(isinstance(parameter, DTensor) for parameter in parameters)
     size = sum(parameter.numel() for parameter in parameters)
     kind = type(model).__name__.removeprefix("FSDP")
-    return f"{kind}, {size / 1e6:.3g}M parameters, {sharded} of {len(parameters)} sharded, {dist.get_world_size()} ranks"
+    shards = f"{sharded} of {len(parameters)} sharded over {dist.get_world_size()} ranks"
+    return f"{kind}, {size / 1e6:.3g}M parameters, {shards}"
 
 
 def clip_gradients(model: torch.nn.Module, max_norm: float) -> float:
-    """Scales all gradients to a global L2 norm of at most `max_norm`. Returns the norm before, equal on all ranks.
+    """Scales all gradients to a global L2 norm of at most `max_norm`. Returns the norm before, equal on all
+    ranks.
 
     Raises FloatingPointError where it is not finite: such a step would destroy the weights.
     """

@@ -1,8 +1,8 @@
 """Weights from the trainer into running engines, every value checked. This half needs no vLLM.
 
-A refit is one header (version, names, shapes, dtypes, checksums, bucket layout) and then packed buckets, broadcast
-from trainer rank 0 to every engine worker through a process group of its own. `common/refit_worker.py` is the
-receiving half. Rank 0 of the group is the sender.
+A refit is one header (version, names, shapes, dtypes, checksums, bucket layout) and then packed buckets,
+broadcast from trainer rank 0 to every engine worker through a process group of its own.
+`common/refit_worker.py` is the receiving half. Rank 0 of the group is the sender.
 """
 
 import json
@@ -46,8 +46,11 @@ def checksum(tensor: torch.Tensor) -> int:
 # --- What is sent
 
 
-def checkpoint_tensors(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters under the names that checkpoints (and vLLM's loaders) use: stacked experts become one per expert.
+def checkpoint_tensors(
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters under the names that checkpoints (and vLLM's loaders) use: stacked experts become one per
+    expert.
 
     `experts.gate_up_proj` [E, 2I, H] holds the I gate rows first, then the I up rows; `experts.down_proj` is
     [E, H, I]. FSDP shards are gathered, so every rank must iterate in step.
@@ -80,10 +83,16 @@ class Entry:
 
     def view(self, bucket: torch.Tensor) -> torch.Tensor:
         dtype = getattr(torch, self.dtype)
-        return bucket[self.offset : self.offset + math.prod(self.shape) * dtype.itemsize].view(dtype).view(self.shape)
+        return (
+            bucket[self.offset : self.offset + math.prod(self.shape) * dtype.itemsize]
+            .view(dtype)
+            .view(self.shape)
+        )
 
 
-def lay_out(tensors: list[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES) -> tuple[list[Entry], list[int]]:
+def lay_out(
+    tensors: list[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
+) -> tuple[list[Entry], list[int]]:
     """Packs tensors into buckets in order. Returns the entries and the size of each bucket in bytes."""
     entries, sizes = [], [0]
     for name, tensor in tensors:
@@ -139,11 +148,13 @@ def learn_plan(load_weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> dic
     return plan
 
 
-def check_coverage(plan: dict[str, list[Copy]], parameters: dict[str, torch.Tensor], padding: dict[str, int]) -> None:
+def check_coverage(
+    plan: dict[str, list[Copy]], parameters: dict[str, torch.Tensor], padding: dict[str, int]
+) -> None:
     """Every element of every parameter is written exactly once, and every sent name is used.
 
-    `padding` gives, for a parameter with rows that no checkpoint has, its first such row. Raises RefitError with
-    the names.
+    `padding` gives, for a parameter with rows that no checkpoint has, its first such row. Raises RefitError
+    with the names.
     """
     unused = [name for name, copies in plan.items() if not copies]
     if unused:
@@ -155,7 +166,9 @@ def check_coverage(plan: dict[str, list[Copy]], parameters: dict[str, torch.Tens
     wrong = []
     for name, parameter in parameters.items():
         storage = parameter.untyped_storage()
-        written = torch.zeros(storage.nbytes() // parameter.element_size(), dtype=torch.uint8, device=parameter.device)
+        written = torch.zeros(
+            storage.nbytes() // parameter.element_size(), dtype=torch.uint8, device=parameter.device
+        )
         for copy in by_storage.get(storage.data_ptr(), []):
             destination = copy.destination
             written.as_strided(destination.shape, destination.stride(), destination.storage_offset()).add_(1)
@@ -240,7 +253,8 @@ class WeightSender:
 
     @torch.no_grad()
     def send(self, version: int) -> dict:
-        """Broadcasts all weights as policy `version`. Returns bytes and whether the payload differs from the last.
+        """Broadcasts all weights as policy `version`. Returns bytes and whether the payload differs from the
+        last.
 
         Every rank must call it: gathering the shards is a collective.
         """
@@ -265,12 +279,15 @@ class WeightSender:
 
 
 def check_probe(engine: list[float], trainer: list[float], dtype: str, where: str) -> float:
-    """Mean difference of the log-probs of a fixed prompt. Raises RefitError where it is beyond the dtype's noise.
+    """Mean difference of the log-probs of a fixed prompt. Raises RefitError where it is beyond the dtype's
+    noise.
 
     It catches what no checksum can: copies of a weight that a kernel keeps in a layout of its own.
     """
     difference = (torch.tensor(engine) - torch.tensor(trainer)).abs().mean().item()
     bound = 1e-3 if dtype == "float32" else 0.2
     if not difference <= bound:
-        raise RefitError(f"{where}: log-probs of the probe differ from the trainer's by {difference:.3g} on average")
+        raise RefitError(
+            f"{where}: log-probs of the probe differ from the trainer's by {difference:.3g} on average"
+        )
     return difference

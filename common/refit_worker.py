@@ -1,8 +1,8 @@
 """The engine's half of a refit. vLLM imports this module in its worker process (`worker_extension_cls`).
 
 Two ways in. The learned plan copies straight into the parameters, and is sound where the engine keeps plain
-tensors. vLLM's layer-wise reload repacks layers through their own hooks, and is always available. The first refit
-is the gate: it sends what the engine loaded from disk, so whatever changes a bit is wrong.
+tensors. vLLM's layer-wise reload repacks layers through their own hooks, and is always available. The first
+refit is the gate: it sends what the engine loaded from disk, so whatever changes a bit is wrong.
 """
 
 import time
@@ -37,9 +37,11 @@ pack_linear = vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm
 
 
 def keep_linear_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """On a CPU vLLM packs linear weights: the parameter becomes empty, and a tied head goes stale at a reload.
+    """On a CPU vLLM packs linear weights: the parameter becomes empty, and a tied head goes stale at a
+    reload.
 
-    torch's own linear, which vLLM falls back to as well, keeps every parameter readable and writable in place.
+    torch's own linear, which vLLM falls back to as well, keeps every parameter readable and writable in
+    place.
     """
     if layer.weight.ndim == 2:
         layer.cpu_linear = torch.nn.functional.linear
@@ -85,7 +87,9 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         start = time.monotonic()
         header = receive_object(self.group)
         if header["version"] != info.version:
-            raise RefitError(f"expected the weights of version {info.version}, got those of {header['version']}")
+            raise RefitError(
+                f"expected the weights of version {info.version}, got those of {header['version']}"
+            )
         entries = [Entry(**entry) for entry in header["entries"]]
         if self.mode is not None and entries != self.entries:
             raise RefitError("the trainer's parameters are not those of the first refit")
@@ -122,7 +126,8 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._check_resident()
 
     def _rerun_forgotten_hooks(self) -> None:
-        """Two packings that vLLM 0.32 makes at the first load only: a tied head on CPU, and experts on CPU."""
+        """Two packings that vLLM 0.32 makes at the first load only: a tied head on CPU, and experts on
+        CPU."""
         for module in self.model.modules():
             method = getattr(module, "quant_method", None)
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
@@ -146,7 +151,9 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 continue
             like = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=self.device)
             if checksum(read_back(copies, like)) != expected:
-                raise RefitError(f"checksum of {entry.name}: the engine holds other bits than the trainer sent")
+                raise RefitError(
+                    f"checksum of {entry.name}: the engine holds other bits than the trainer sent"
+                )
             checked += 1
         self.report |= {"checked_tensors": checked, "tensors": len(self.entries)}
 
@@ -169,7 +176,9 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.mode = "plan"
         if changed:
             self.mode = "reload"
-            storages = {parameters[name].untyped_storage().data_ptr() for name in changed if name in parameters}
+            storages = {
+                parameters[name].untyped_storage().data_ptr() for name in changed if name in parameters
+            }
             for name, copies in self.plan.items():
                 if any(copy.destination.untyped_storage().data_ptr() in storages for copy in copies):
                     self.repacked.add(name)

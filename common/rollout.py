@@ -19,7 +19,8 @@ class EngineFlags:
     max_model_len: int = 512
     """Longest context of an episode in tokens, prompt and all turns together. More costs KV memory."""
     max_in_flight: int = 16
-    """Prompt groups that one engine works on at a time. Raise it while the engine waits, with --max-staleness."""
+    """Prompt groups that one engine works on at a time. Raise it while the engine waits, with
+    --max-staleness."""
     kv_cache_gb: float = 0.25
     """KV cache of one engine in GiB on a CPU. Raise it for longer contexts or more in flight."""
     gpu_memory_utilization: float = 0.8
@@ -35,7 +36,7 @@ def load_tokenizer(model_path: str):
 
 
 def resolve_dtype(model_path: str, dtype: str) -> str:
-    """"auto" as the checkpoint's own dtype: float32 stays, everything else is served in bfloat16."""
+    """ "auto" as the checkpoint's own dtype: float32 stays, everything else is served in bfloat16."""
     from transformers import AutoConfig
 
     if dtype != "auto":
@@ -92,15 +93,20 @@ class Engine:
         await self.generate([stop_token_ids[0]] * 4, n=2, temperature=1.0, max_tokens=4)
         self.sampled_tokens = 0
 
-    async def generate(self, prompt_ids: list[int], n: int, temperature: float, max_tokens: int) -> list[Completion]:
-        """`n` completions of one prompt. Every sampling field is sent: vLLM would fill what is missing by itself."""
+    async def generate(
+        self, prompt_ids: list[int], n: int, temperature: float, max_tokens: int
+    ) -> list[Completion]:
+        """`n` completions of one prompt. Every sampling field is sent: vLLM would fill what is missing by
+        itself."""
         sampling = self.make_sampling(
             n=n, temperature=temperature, max_tokens=max_tokens, stop_token_ids=self.stop_token_ids,
-            top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
-            logprobs=0, flat_logprobs=True, detokenize=False, output_kind=self.final_only,
+            top_p=1.0, top_k=0, min_p=0.0,
+            repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logprobs=0, flat_logprobs=True, detokenize=False, output_kind=self.final_only,
         )  # fmt: skip
         self.requests += 1
-        async for output in self.llm.generate({"prompt_token_ids": prompt_ids}, sampling, f"r{self.requests}"):
+        async for output in self.llm.generate(
+            {"prompt_token_ids": prompt_ids}, sampling, f"r{self.requests}"
+        ):
             final = output
         completions = [read_completion(output) for output in final.outputs]
         self.sampled_tokens += sum(len(completion.token_ids) for completion in completions)
@@ -120,10 +126,13 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         info = {"host": host, "port": port, "first_rank": first_rank, "world_size": world_size}
-        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info | {"timeout_s": timeout_s}))
+        await self.llm.init_weight_transfer_engine(
+            WeightTransferInitRequest(init_info=info | {"timeout_s": timeout_s})
+        )
 
     async def pause(self) -> None:
-        """Freezes what is in flight and clears every cache; requests recompute their KV under the new weights.
+        """Freezes what is in flight and clears every cache; requests recompute their KV under the new
+        weights.
 
         `AsyncLLM.pause_generation` is the same two calls and a fixed sleep of 20 ms.
         """
@@ -166,12 +175,15 @@ def as_messages(prompt: str | list[dict]) -> list[dict]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-def next_context(tokenizer, rendered: str, action: str, sampled_end: str, full: str) -> tuple[list[int], bool]:
-    """The ids between a turn that was sampled and the next one: the template's delta, or everything after a fork.
+def next_context(
+    tokenizer, rendered: str, action: str, sampled_end: str, full: str
+) -> tuple[list[int], bool]:
+    """The ids between a turn that was sampled and the next one: the template's delta, or everything after a
+    fork.
 
-    `rendered` is the conversation up to the turn, `full` the one up to the next turn, both as the template has
-    them. `sampled_end` is the end-of-turn token if the policy sampled it: it is not repeated. One that it did not
-    sample is context. Returns (ids, forked): forked where the template rewrote history.
+    `rendered` is the conversation up to the turn, `full` the one up to the next turn, both as the template
+    has them. `sampled_end` is the end-of-turn token if the policy sampled it: it is not repeated. One that it
+    did not sample is context. Returns (ids, forked): forked where the template rewrote history.
     """
     if not full.startswith(rendered + action):
         return encode(tokenizer, full), True
@@ -179,11 +191,14 @@ def next_context(tokenizer, rendered: str, action: str, sampled_end: str, full: 
     return encode(tokenizer, delta.removeprefix(sampled_end)), False
 
 
-async def play(engine, tokenizer, env: Env, messages, prompt_ids, first: Completion | None, *, rollout: Rollout,
-               temperature: float, max_new_tokens: int) -> Rollout:  # fmt: skip
+async def play(
+    engine, tokenizer, env: Env, messages, prompt_ids, first: Completion | None, *,
+    rollout: Rollout, temperature: float, max_new_tokens: int,
+) -> Rollout:  # fmt: skip
     """Plays one episode to its end and fills `rollout`. `first` is the first turn if it is sampled already.
 
-    What the environment does wrong makes the rollout invalid, with the reason; what the engine does is raised.
+    What the environment does wrong makes the rollout invalid, with the reason; what the engine does is
+    raised.
     """
     segment: Segment | None = None
     context, rendered = prompt_ids, render(tokenizer, messages)
@@ -209,7 +224,7 @@ async def play(engine, tokenizer, env: Env, messages, prompt_ids, first: Complet
             rollout.rewards.append(check_reward(step.reward))
         except RecordError as error:
             rollout.invalid, rollout.info["error"] = "bad_reward", str(error)
-        except Exception as error:  # the user's code may raise anything; its rollout is invalid, the run goes on
+        except Exception as error:  # the user's code may raise anything; the run goes on
             rollout.invalid, rollout.info["error"] = "env_error", f"{type(error).__name__}: {error}"
         if rollout.invalid:
             break
@@ -220,7 +235,9 @@ async def play(engine, tokenizer, env: Env, messages, prompt_ids, first: Complet
         turns = [{"role": "assistant", "content": action}, {"role": "user", "content": step.observation}]
         messages = [*messages, *turns]
         full = render(tokenizer, messages)
-        sampled_end = tokenizer.decode(completion.token_ids[-1:]) if completion.finish_reason == "stop" else ""
+        sampled_end = (
+            tokenizer.decode(completion.token_ids[-1:]) if completion.finish_reason == "stop" else ""
+        )
         context, forked = next_context(tokenizer, rendered, action, sampled_end, full)
         rendered = full
         if forked:
@@ -230,8 +247,10 @@ async def play(engine, tokenizer, env: Env, messages, prompt_ids, first: Complet
     return rollout
 
 
-async def rollout_group(engine: Engine, tokenizer, make_env: Callable[[], Env], task: dict, *, ticket: int, prompt_id,
-                        group_size: int, temperature: float, max_new_tokens: int, timeout_s: float) -> list[Rollout]:  # fmt: skip
+async def rollout_group(
+    engine: Engine, tokenizer, make_env: Callable[[], Env], task: dict, *, ticket: int, prompt_id,
+    group_size: int, temperature: float, max_new_tokens: int, timeout_s: float,
+) -> list[Rollout]:  # fmt: skip
     """`group_size` episodes of one task. A single-turn environment gets all of them from one engine request.
 
     An episode that is not over after `timeout_s` seconds is invalid with the reason "timeout".
@@ -240,14 +259,17 @@ async def rollout_group(engine: Engine, tokenizer, make_env: Callable[[], Env], 
     prompts = [as_messages(env.reset(task)) for env in envs]
     prompt_ids = [encode(tokenizer, render(tokenizer, messages)) for messages in prompts]
     rollouts = [
-        Rollout(f"{ticket}.{index}", f"g{ticket}", ticket, str(prompt_id), [], []) for index in range(group_size)
+        Rollout(f"{ticket}.{index}", f"g{ticket}", ticket, str(prompt_id), [], [])
+        for index in range(group_size)
     ]
     first: list[Completion | None] = [None] * group_size
     over: set[int] = set()
 
     async def episode(index: int) -> None:
-        await play(engine, tokenizer, envs[index], prompts[index], prompt_ids[index], first[index],
-                   rollout=rollouts[index], temperature=temperature, max_new_tokens=max_new_tokens)  # fmt: skip
+        await play(
+            engine, tokenizer, envs[index], prompts[index], prompt_ids[index], first[index],
+            rollout=rollouts[index], temperature=temperature, max_new_tokens=max_new_tokens,
+        )  # fmt: skip
         over.add(index)
 
     try:

@@ -19,8 +19,8 @@ class Segment:
     """One sequence of T tokens: context and sampled tokens in the order in which the engine saw them.
 
     All arrays have length T. `action_mask[t]` is True exactly where the engine sampled `token_ids[t]`; there,
-    `logprobs[t]` is its log-prob under the policy that sampled it (temperature applied) and `versions[t]` that
-    policy's version. Elsewhere logprobs is 0 and versions -1, and both are unused.
+    `logprobs[t]` is its log-prob under the policy that sampled it (temperature applied) and `versions[t]`
+    that policy's version. Elsewhere logprobs is 0 and versions -1, and both are unused.
     """
 
     token_ids: np.ndarray  # int32
@@ -92,23 +92,35 @@ class Rollout:
         parts = [segment.versions[segment.action_mask] for segment in self.segments]
         lags = version - np.concatenate(parts) if parts else np.zeros(0, np.int32)
         if len(lags) and lags.min() < 0:
-            raise RecordError(f"{self.rollout_id}: sampled by version {version - lags.min()}, newest is {version}")
+            raise RecordError(
+                f"{self.rollout_id}: sampled by version {version - lags.min()}, newest is {version}"
+            )
         return lags
 
 
-def extend_segment(segment: Segment | None, context_ids, sampled_ids, logprobs, versions, finish_reason) -> Segment:
-    """One more turn: `context_ids` (unsampled), then what the engine sampled after them. Returns a new Segment.
+def extend_segment(
+    segment: Segment | None, context_ids, sampled_ids, logprobs, versions, finish_reason
+) -> Segment:
+    """One more turn: `context_ids` (unsampled), then what the engine sampled after them. Returns a new
+    Segment.
 
-    Raises RecordError where the engine's three lists do not describe the same tokens, or a log-prob is missing.
+    Raises RecordError where the engine's three lists do not describe the same tokens, or a log-prob is
+    missing.
     """
     if len(logprobs) != len(sampled_ids) or len(versions) != len(sampled_ids):
-        raise RecordError(f"{len(sampled_ids)} sampled ids, {len(logprobs)} log-probs, {len(versions)} versions")
+        raise RecordError(
+            f"{len(sampled_ids)} sampled ids, {len(logprobs)} log-probs, {len(versions)} versions"
+        )
     missing = [position for position, value in enumerate(logprobs) if value is None]
     if missing:
         raise RecordError(f"position {missing[0]} of the turn: log-prob is missing")
-    empty = Segment(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32), np.zeros(0, np.int32), [], "")
+    empty = Segment(
+        np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32), np.zeros(0, np.int32), [], ""
+    )
     old, gap = segment or empty, len(context_ids)
-    token_ids = np.concatenate([old.token_ids, np.asarray(context_ids, np.int32), np.asarray(sampled_ids, np.int32)])
+    token_ids = np.concatenate(
+        [old.token_ids, np.asarray(context_ids, np.int32), np.asarray(sampled_ids, np.int32)]
+    )
     mask = np.concatenate([old.action_mask, np.zeros(gap, bool), np.ones(len(sampled_ids), bool)])
     return Segment(
         token_ids=token_ids,
@@ -121,7 +133,8 @@ def extend_segment(segment: Segment | None, context_ids, sampled_ids, logprobs, 
 
 
 def check_reward(value) -> float:
-    """A reward as a float. Raises RecordError for anything that is not a finite number (True and False are)."""
+    """A reward as a float. Raises RecordError for anything that is not a finite number (True and False
+    are)."""
     if not isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)):
         raise RecordError(f"reward is a {type(value).__name__}, not a number")
     if not math.isfinite(value):

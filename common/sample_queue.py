@@ -1,9 +1,9 @@
 """The queue between rollout and training: tickets, admission, order, versions, health.
 
 Every prompt group has a ticket k = 0, 1, 2, ... A group may start when, counted without the dropped ones, it
-belongs to one of the `max_staleness + 1` steps from the current policy version on. So work is bounded where it
-begins, and nothing that was finished is thrown away for being ahead. `SampleQueue` is a plain asyncio class;
-`main` wraps it with `ray.remote`.
+belongs to one of the `max_staleness + 1` steps from the current policy version on. So work is bounded where
+it begins, and nothing that was finished is thrown away for being ahead. `SampleQueue` is a plain asyncio
+class; `main` wraps it with `ray.remote`.
 """
 
 import asyncio
@@ -24,7 +24,9 @@ class SampleQueue:
     `first_ticket` is where a resumed run goes on.
     """
 
-    def __init__(self, groups_per_step: int, max_staleness: int, order: str, first_ticket: int = 0, version: int = -1):
+    def __init__(
+        self, groups_per_step: int, max_staleness: int, order: str, first_ticket: int = 0, version: int = -1
+    ):
         self.groups_per_step, self.max_staleness, self.order = groups_per_step, max_staleness, order
         self.version = version  # -1 until the first refit: nothing is admitted before it
         self.next_ticket_number = self.next_to_train = first_ticket
@@ -53,7 +55,8 @@ class SampleQueue:
             self.changed.notify_all()
 
     async def next_ticket(self) -> int:
-        """The next ticket, as soon as admission allows its group to start. Raises QueueClosed at the run's end."""
+        """The next ticket, as soon as admission allows its group to start. Raises QueueClosed at the run's
+        end."""
         await self._wait_until(self._may_start)
         ticket = self.next_ticket_number
         self.next_ticket_number += 1
@@ -64,7 +67,9 @@ class SampleQueue:
     async def put(self, ticket: int, group, max_version: int) -> None:
         """A finished group. `max_version` is the newest version that sampled one of its tokens."""
         if max_version > self.version:
-            raise RecordError(f"ticket {ticket} was sampled by version {max_version}; the newest is {self.version}")
+            raise RecordError(
+                f"ticket {ticket} was sampled by version {max_version}; the newest is {self.version}"
+            )
         self.running.pop(ticket, None)
         self.finished[ticket] = group
         await self._notify()
@@ -80,7 +85,11 @@ class SampleQueue:
     def _next_batch(self) -> list[int] | None:
         """The tickets of the next step, or None while they are not all there."""
         if self.order == "arrival":
-            return sorted(self.finished)[: self.groups_per_step] if len(self.finished) >= self.groups_per_step else None
+            return (
+                sorted(self.finished)[: self.groups_per_step]
+                if len(self.finished) >= self.groups_per_step
+                else None
+            )
         batch, ticket = [], self.next_to_train
         while len(batch) < self.groups_per_step:
             if ticket in self.finished:
@@ -91,18 +100,25 @@ class SampleQueue:
         return batch
 
     async def get(self, step: int) -> tuple[list, dict]:
-        """The groups that step `step` trains, [(ticket, group)], and the queue's counters since the last call.
+        """The groups that step `step` trains, [(ticket, group)], and the queue's counters since the last
+        call.
 
         Raises RuntimeError if the engines do not hold the weights of `step`: a refit is missing.
         """
         if self.version != step:
-            raise RuntimeError(f"step {step} starts while the engines hold version {self.version}: a refit is missing")
+            raise RuntimeError(
+                f"step {step} starts while the engines hold version {self.version}: a refit is missing"
+            )
         await self._wait_until(lambda: self._next_batch() is not None)
         tickets = self._next_batch()
         self.next_to_train = tickets[-1] + 1 if self.order == "ticket" else self.next_to_train
         groups = [(ticket, self.finished.pop(ticket)) for ticket in tickets]
         drops, self.drop_reasons = dict(self.drop_reasons), Counter()
-        return groups, {"drops": drops, "waiting_groups": len(self.finished), "running_groups": len(self.running)}
+        return groups, {
+            "drops": drops,
+            "waiting_groups": len(self.finished),
+            "running_groups": len(self.running),
+        }
 
     async def set_version(self, version: int) -> None:
         """The engines now hold `version`; admission moves on. A repeat of the same version adds nothing."""
@@ -117,6 +133,7 @@ class SampleQueue:
         await self._notify()
 
     async def state(self) -> dict:
-        """What the run waits for, for messages: version, tickets that run and for how long, what is finished."""
+        """What the run waits for, for messages: version, tickets that run and for how long, what is
+        finished."""
         ages = {ticket: round(time.monotonic() - start, 1) for ticket, start in sorted(self.running.items())}
         return {"version": self.version, "running": ages, "finished": sorted(self.finished)}

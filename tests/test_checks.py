@@ -123,6 +123,15 @@ def test_run_refuses_flag_errors_and_nothing_else(capsys):
         checks.run(lambda size: 1 / size, 0)
 
 
+def test_run_ends_with_130_on_ctrl_c():
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as caught:
+        checks.run(interrupted, None)
+    assert caught.value.code == 130
+
+
 @dataclass
 class Flags:
     group_size: int = 8

@@ -17,7 +17,7 @@ COMMON = sorted((ROOT / "common").glob("*.py"))
 GLOSSARY = ROOT / "algos" / "README.md"
 DOCUMENTS = [path for path in (ROOT / "README.md", ROOT / "AGENTS.md", GLOSSARY) if path.exists()]
 GROUPS = "reward eval eval_end loss advantage ratio mismatch is staleness rollout time perf value moe tool"
-KEY = re.compile(rf"({'|'.join(GROUPS.split())})/[\w@*/]+")
+KEY = re.compile(rf"({'|'.join(GROUPS.split())})(/[\w@*]+)+")
 BARE_KEYS = {"step", "grad_norm", "lr"}  # the metrics without a group
 
 

@@ -1,0 +1,87 @@
+"""What a step's rollouts were like and where its time went. Averages are made once, from sums."""
+
+import time
+from collections import Counter
+
+import numpy as np
+
+from common.sample import Rollout
+
+
+class Stopwatch:
+    """Laps of one step in seconds, by metric name."""
+
+    def __init__(self):
+        self.times: dict[str, float] = {}
+        self.last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.times[name], self.last = self.times.get(name, 0.0) + now - self.last, now
+
+
+class BusyClock:
+    """Seconds during which at least one of its `with` blocks was open."""
+
+    def __init__(self):
+        self.open, self.total, self.since = 0, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        if self.open == 0:
+            self.since = time.monotonic()
+        self.open += 1
+
+    def __exit__(self, *error) -> None:
+        self.open -= 1
+        if self.open == 0:
+            self.total += time.monotonic() - self.since
+
+    def seconds(self) -> float:
+        return self.total + (time.monotonic() - self.since if self.open else 0.0)
+
+
+def timing_metrics(
+    times: dict[str, float], ticks: list[list[dict]], num_tokens: float, num_rollouts: int
+) -> dict:
+    """`time/*`, `perf/*` and the overlap of a step from its laps.
+
+    `ticks` are the engines' counters (`busy_s`, `sampled_tokens`, `at`) at the start of the step, before and
+    after training, and at its end: [4][engines].
+    """
+    busy, clock = (np.array([[engine[key] for engine in tick] for tick in ticks]) for key in ("busy_s", "at"))
+    sampled = np.array([sum(engine["sampled_tokens"] for engine in tick) for tick in ticks])
+    step_s = sum(times.values()) - times["time/eval"]
+    training, whole = clock[2] - clock[1], clock[3] - clock[0]
+    return times | {
+        "time/step": step_s,
+        "time/rollout_wait": float(np.mean(whole - (busy[3] - busy[0]))),
+        "rollout/overlap_frac": float(np.mean((busy[2] - busy[1]) / training)),
+        "perf/samples_per_s": num_rollouts / step_s,
+        "perf/train_tokens_per_s": num_tokens / times["time/train"],
+        "perf/rollout_tokens_per_s": float((sampled[3] - sampled[0]) / np.mean(whole)),
+    }
+
+
+def rollout_metrics(rollouts: list[Rollout], lags: list[int], num_late: int, drops: dict[str, int]) -> dict:
+    """What the rollouts of a step were like. Rewards are averaged over valid rollouts, lengths over all."""
+    valid = [rollout for rollout in rollouts if not rollout.invalid]
+    reasons = Counter(rollout.invalid for rollout in rollouts if rollout.invalid) + Counter(drops)
+    rewards: dict[str, list[float]] = {}
+    for rollout in valid:
+        rewards.setdefault(rollout.group_id, []).append(rollout.reward)
+    flat = [reward for group in rewards.values() for reward in group]
+    row = {f"rollout/dropped/{reason}": count for reason, count in reasons.items()}
+    if flat:
+        row["reward/mean"], row["reward/std"] = float(np.mean(flat)), float(np.std(flat))
+        row["reward/zero_std_group_frac"] = float(np.mean([max(g) == min(g) for g in rewards.values()]))
+    if lags:
+        row["staleness/mean"], row["staleness/max"] = float(np.mean(lags)), max(lags)
+        row["staleness/hist"] = np.bincount(lags).tolist()
+        row["staleness/late_token_frac"] = num_late / len(lags)
+    return row | {
+        "reward/invalid_frac": 1 - len(valid) / len(rollouts),
+        "rollout/len_mean": float(np.mean([rollout.num_actions for rollout in rollouts])),
+        "rollout/truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
+        "rollout/turns_mean": float(np.mean([len(rollout.rewards) for rollout in rollouts])),
+        "rollout/forks_mean": float(np.mean([max(len(rollout.segments) - 1, 0) for rollout in rollouts])),
+    }

@@ -1,0 +1,351 @@
+"""The queue: who may start, what a step trains, and that nothing is lost, repeated, late or stuck."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from algos.grpo import mark_late
+from common.sample import RecordError, Rollout, Segment
+from common.sample_queue import QueueClosed, SampleQueue
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def tickets_without_waiting(queue: SampleQueue, most: int = 1000) -> list[int]:
+    """All tickets that the queue gives before it makes the caller wait."""
+    tickets = []
+    while len(tickets) < most:
+        task = asyncio.ensure_future(queue.next_ticket())
+        await settle()
+        if not task.done():
+            task.cancel()
+            break
+        tickets.append(task.result())
+    return tickets
+
+
+async def finish(queue: SampleQueue, tickets, version: int = 0) -> None:
+    for ticket in tickets:
+        await queue.put(ticket, f"group {ticket}", version)
+
+
+async def trained(queue: SampleQueue, step: int) -> list[int]:
+    groups, _ = await asyncio.wait_for(queue.get(step), 5)
+    assert all(group == f"group {ticket}" for ticket, group in groups)
+    return [ticket for ticket, _ in groups]
+
+
+# --- Admission
+
+
+def test_bound_zero_admits_one_step_at_a_time():
+    async def scenario():
+        queue = SampleQueue(4, 0, "arrival")
+        assert await tickets_without_waiting(queue) == [], "nothing may start before the first refit"
+        await queue.set_version(0)
+        assert await tickets_without_waiting(queue) == [0, 1, 2, 3]
+        await finish(queue, [0, 1, 2, 3])
+        assert await trained(queue, 0) == [0, 1, 2, 3]
+        assert await tickets_without_waiting(queue) == [], "training alone makes no room, the new version does"
+        await queue.set_version(1)
+        assert await tickets_without_waiting(queue) == [4, 5, 6, 7]
+
+    asyncio.run(scenario())
+
+
+def test_bound_two_admits_two_steps_ahead():
+    async def scenario():
+        queue = SampleQueue(4, 2, "arrival")
+        for version in range(6):
+            await queue.set_version(version)
+        # ticket 31 belongs to step 7 = 5 + 2, ticket 32 to step 8
+        assert await tickets_without_waiting(queue) == list(range(32))
+
+    asyncio.run(scenario())
+
+
+def test_a_repeated_refit_adds_no_allowance_and_a_version_cannot_jump_or_fall():
+    async def scenario():
+        queue = SampleQueue(4, 0, "arrival")
+        await queue.set_version(0)
+        await queue.set_version(0)
+        assert await tickets_without_waiting(queue) == [0, 1, 2, 3]
+        await queue.set_version(1)
+        for version in (0, 3):
+            with pytest.raises(RuntimeError, match=f"version 1 cannot become {version}"):
+                await queue.set_version(version)
+
+    asyncio.run(scenario())
+
+
+def test_a_group_from_a_version_that_does_not_exist_is_an_error():
+    async def scenario():
+        queue = SampleQueue(1, 1, "arrival")
+        await queue.set_version(0)
+        ticket = await queue.next_ticket()
+        with pytest.raises(RecordError, match="ticket 0.*version 1.*newest is 0"):
+            await queue.put(ticket, "group", 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_step_that_starts_before_its_refit_is_an_error():
+    async def scenario():
+        queue = SampleQueue(1, 1, "arrival")
+        await queue.set_version(0)
+        with pytest.raises(RuntimeError, match="step 1.*version 0.*refit is missing"):
+            await queue.get(1)
+
+    asyncio.run(scenario())
+
+
+def test_closing_releases_every_waiting_and_every_later_call_with_the_first_reason():
+    async def scenario():
+        queue = SampleQueue(2, 0, "arrival")
+        await queue.set_version(0)
+        await tickets_without_waiting(queue)
+        waiting = [asyncio.ensure_future(call) for call in (queue.next_ticket(), queue.next_ticket(), queue.get(0))]
+        await settle()
+        await queue.close("engine 1 died")
+        await queue.close("later")
+        for call in (*waiting, queue.next_ticket(), queue.get(0)):
+            with pytest.raises(QueueClosed, match="engine 1 died"):
+                await asyncio.wait_for(call, 5)
+
+    asyncio.run(scenario())
+
+
+# --- Order
+
+
+def at_version_five(order: str):
+    """P = 4 and bound 2 at version 5, where tickets 0..19 are trained: the queue has given out 20..31."""
+
+    async def build():
+        queue = SampleQueue(4, 2, order)
+        for step in range(5):
+            await queue.set_version(step)
+            await tickets_without_waiting(queue)
+            await finish(queue, range(4 * step, 4 * step + 4), step)
+            assert await trained(queue, step) == list(range(4 * step, 4 * step + 4))
+        await queue.set_version(5)
+        await tickets_without_waiting(queue)
+        assert sorted(queue.running) == list(range(20, 32))
+        return queue
+
+    return build()
+
+
+def test_ticket_order_trains_the_next_tickets_whatever_came_first():
+    async def scenario():
+        queue = await at_version_five("ticket")
+        await finish(queue, [26, 21, 22, 30, 20], 5)
+        step = asyncio.ensure_future(trained(queue, 5))
+        await settle()
+        assert not step.done(), "23 is not finished"
+        await finish(queue, [23], 5)
+        assert await step == [20, 21, 22, 23]
+
+    asyncio.run(scenario())
+
+
+def test_arrival_order_trains_the_oldest_finished():
+    async def scenario():
+        queue = await at_version_five("arrival")
+        await finish(queue, [26, 21, 22, 30, 20], 5)
+        groups, counts = await queue.get(5)
+        assert [ticket for ticket, _ in groups] == [20, 21, 22, 26]
+        assert counts == {"drops": {}, "waiting_groups": 1, "running_groups": 7}
+        state = await queue.state()
+        assert (state["version"], state["finished"]) == (5, [30])
+        assert list(state["running"]) == [23, 24, 25, 27, 28, 29, 31]
+
+    asyncio.run(scenario())
+
+
+def test_in_ticket_order_the_next_ticket_takes_the_place_of_a_dropped_one():
+    async def scenario():
+        queue = await at_version_five("ticket")
+        await queue.drop(21, "constant")
+        await finish(queue, [20, 22, 23, 24], 5)
+        groups, counts = await queue.get(5)
+        assert [ticket for ticket, _ in groups] == [20, 22, 23, 24]
+        assert counts["drops"] == {"constant": 1}
+        assert await tickets_without_waiting(queue) == [32], "the dropped one hands its allowance back"
+        await queue.set_version(6)
+        await finish(queue, [25, 26, 27, 28], 6)
+        groups, counts = await queue.get(6)
+        assert [ticket for ticket, _ in groups] == [25, 26, 27, 28]
+        assert counts["drops"] == {}, "a drop is counted once"
+
+    asyncio.run(scenario())
+
+
+def test_a_step_whose_groups_are_all_dropped_gets_new_ones():
+    async def scenario():
+        for order in ("arrival", "ticket"):
+            queue = SampleQueue(2, 0, order)
+            await queue.set_version(0)
+            for first in (0, 2, 4):
+                assert await tickets_without_waiting(queue) == [first, first + 1]
+                await queue.drop(first, "invalid")
+                await queue.drop(first + 1, "invalid")
+            assert await tickets_without_waiting(queue) == [6, 7]
+            await finish(queue, [7, 6])
+            assert await trained(queue, 0) == [6, 7]
+
+    asyncio.run(scenario())
+
+
+# --- Late tokens
+
+
+def crossing_rollout() -> Rollout:
+    """Two context tokens, three sampled at version 3, a refit in mid-rollout, two sampled at version 4."""
+    segment = Segment(
+        token_ids=np.arange(7, dtype=np.int32),
+        action_mask=np.array([0, 0, 1, 1, 1, 1, 1], bool),
+        logprobs=np.array([0, 0, -0.1, -0.2, -0.3, -0.4, -0.5], np.float32),
+        versions=np.array([-1, -1, 3, 3, 3, 4, 4], np.int32),
+        turn_ends=[7],
+        finish_reason="stop",
+    )
+    return Rollout("0.0", "g0", 0, "0", [segment], [1.0])
+
+
+@pytest.mark.parametrize(
+    "late, mask, invalid",
+    [("keep", [1, 1, 1, 1, 1], None), ("mask", [0, 0, 0, 1, 1], None), ("drop", [1, 1, 1, 1, 1], "late")],
+)
+def test_what_happens_to_tokens_past_the_bound(late, mask, invalid):
+    rollout = crossing_rollout()
+    lags, num_late = mark_late([rollout], 5, 1, late)
+    assert lags == [2, 2, 2, 1, 1] and num_late == 3
+    assert rollout.segments[0].action_mask.astype(int).tolist() == [0, 0, *mask]
+    assert rollout.invalid == invalid
+
+
+@pytest.mark.parametrize("late", ["keep", "mask", "drop"])
+def test_tokens_within_the_bound_are_left_alone(late):
+    rollout = crossing_rollout()
+    assert mark_late([rollout], 5, 2, late) == ([2, 2, 2, 1, 1], 0)
+    assert rollout.segments[0].action_mask.sum() == 5 and rollout.invalid is None
+
+
+def test_a_late_rollout_that_was_invalid_already_keeps_its_reason():
+    rollout = crossing_rollout()
+    rollout.invalid = "timeout"
+    mark_late([rollout], 5, 1, "drop")
+    assert rollout.invalid == "timeout"
+
+
+# --- Whole runs
+
+
+async def simulated_run(order: str, bound: int, seed: int, dropped: set[int], num_steps: int = 10, per_step: int = 4):
+    """Rollout workers and a trainer of random speed. Returns [tickets of a step] and [max lag of a step]."""
+    queue, dice = SampleQueue(per_step, bound, order), random.Random(seed)
+    sampled_by: dict[int, list[int]] = {}
+
+    async def worker():
+        while True:
+            ticket = await queue.next_ticket()
+            sampled_by[ticket] = []
+            for _ in range(dice.choice([1, 2, 3, 5, 40])):  # one token at a time, so a refit may come in between
+                sampled_by[ticket].append(queue.version)
+                await asyncio.sleep(0)
+            if ticket in dropped:
+                await queue.drop(ticket, "constant")
+            else:
+                await queue.put(ticket, f"group {ticket}", max(sampled_by[ticket]))
+
+    await queue.set_version(0)
+    workers = [asyncio.ensure_future(worker()) for _ in range(6)]
+    steps, max_lags = [], []
+    for step in range(num_steps):
+        steps.append(await trained(queue, step))
+        max_lags.append(max(step - version for ticket in steps[-1] for version in sampled_by[ticket]))
+        for _ in range(dice.randrange(30)):
+            await asyncio.sleep(0)
+        await queue.set_version(step + 1)
+    await queue.close("the run is over")
+    ends = await asyncio.wait_for(asyncio.gather(*workers, return_exceptions=True), 5)
+    assert all(isinstance(end, QueueClosed) for end in ends), ends
+    return steps, max_lags
+
+
+@pytest.mark.parametrize("order", ["arrival", "ticket"])
+@pytest.mark.parametrize("bound", [0, 1, 2])
+@pytest.mark.parametrize("dropped", [set(), {21}, {0, 1, 2, 3, 5, 21, 22, 40}], ids=["none", "one", "many"])
+def test_a_run_ends_and_trains_no_ticket_twice(order, bound, dropped):
+    for seed in range(4):
+        steps, max_lags = asyncio.run(simulated_run(order, bound, seed, dropped))
+        tickets = sum(steps, [])
+        assert len(tickets) == 40 == len(set(tickets)) and not dropped & set(tickets)
+        if order == "ticket":
+            expected = [ticket for ticket in range(60) if ticket not in dropped][:40]
+            assert tickets == expected
+        if order == "ticket" or bound == 0:
+            assert max(max_lags) <= bound
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    order=st.sampled_from(["arrival", "ticket"]),
+    bound=st.integers(0, 3),
+    per_step=st.integers(1, 4),
+    first_ticket=st.integers(0, 5),
+    moves=st.lists(st.tuples(st.sampled_from(["start", "start", "put", "put", "drop", "train"]), st.integers(0, 99)),
+                   max_size=120),
+)  # fmt: skip
+def test_any_interleaving_keeps_the_bound_and_loses_or_repeats_nothing(order, bound, per_step, first_ticket, moves):
+    async def scenario():
+        queue = SampleQueue(per_step, bound, order, first_ticket)
+        await queue.set_version(0)
+        version, running, finished, given_out, trained_steps, dropped = 0, [], [], [], [], set()
+        for move, pick in moves:
+            if move == "start":
+                # k, counted without the dropped ones, belongs to step k // P
+                allowed = (len(given_out) - len(dropped)) // per_step <= version + bound
+                tickets = await tickets_without_waiting(queue, 1)
+                assert bool(tickets) == allowed
+                assert tickets in ([], [first_ticket + len(given_out)])
+                given_out += tickets
+                running += tickets
+            elif move in ("put", "drop") and running:
+                ticket = running.pop(pick % len(running))
+                if move == "put":
+                    await queue.put(ticket, f"group {ticket}", version)
+                    finished.append(ticket)
+                else:
+                    await queue.drop(ticket, "constant")
+                    dropped.add(ticket)
+            elif move == "train":
+                kept = [t for t in given_out if t not in dropped and t not in sum(trained_steps, [])]
+                expected = sorted(finished) if order == "arrival" else kept
+                ready = len(expected) >= per_step and set(expected[:per_step]) <= set(finished)
+                task = asyncio.ensure_future(queue.get(version))
+                await settle()
+                assert task.done() == ready
+                if not ready:
+                    task.cancel()
+                    continue
+                tickets = [ticket for ticket, _ in task.result()[0]]
+                assert tickets == expected[:per_step]
+                finished = [ticket for ticket in finished if ticket not in tickets]
+                trained_steps.append(tickets)
+                version += 1
+                await queue.set_version(version)
+        # nothing is lost: what was given out is running, waiting, trained or dropped, and once only
+        everything = [*running, *finished, *dropped, *sum(trained_steps, [])]
+        assert sorted(everything) == given_out
+        assert sorted(queue.running) == sorted(running) and sorted(queue.finished) == sorted(finished)
+
+    asyncio.run(scenario())
