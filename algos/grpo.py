@@ -46,18 +46,18 @@ import tyro
 from common import checks, cluster
 from common.batching import micro_batches
 from common.checkpoint import SaveFlags, save_model
-from common.cluster import DeadlineFlags, RunError, Watch
+from common.cluster import DeadlineFlags, Run, RunError
 from common.env import load_env
-from common.evaluate import env_name, evaluate
+from common.evaluate import env_name, evaluate, mean_score
 from common.logger import LogFlags, Logger, mean_of, merge
 from common.logprobs import LogprobHead
 from common.metrics import BusyClock, Stopwatch, rollout_metrics, timing_metrics
 from common.models import resolve_model
 from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world
-from common.refit import RefitError, WeightSender, check_probe, connect_store, open_store
+from common.refit import RefitError, WeightSender, compare_probe, connect_store, open_store
 from common.rollout import Engine, EngineFlags, load_tokenizer, resolve_dtype, rollout_group, transcript
 from common.sample import Rollout
-from common.sample_queue import SampleQueue
+from common.sample_queue import SampleQueue, pack_group, unpack_group
 
 
 @dataclass
@@ -217,7 +217,7 @@ class RolloutWorker:
                 await queue.drop.remote(ticket, drop)
             else:
                 newest = max(int(segment.versions.max()) for rollout in group for segment in rollout.segments)
-                await queue.put.remote(ticket, [ray.put(group)], newest)
+                await queue.put.remote(ticket, pack_group(group), newest)
 
     async def produce_group(self, ticket: int) -> tuple[list[Rollout], str | None]:
         """The rollouts of one prompt, and why the group is dropped if it is. Ticket k is prompt k of the
@@ -253,15 +253,17 @@ class RolloutWorker:
     async def connect(self, host: str, port: int, first_rank: int, world_size: int) -> None:
         await self.engine.connect(host, port, first_rank, world_size, self.args.deadline.refit_timeout_s)
 
-    async def refit(self, version: int, probe_ids: list[int], queue) -> dict:
+    async def refit(self, version: int, queue) -> dict:
         """What is in flight freezes, gets the new weights under its feet, and goes on with recomputed KV."""
         start = time.monotonic()
         await self.engine.pause()  # clears the caches too
         report = await self.engine.receive_weights(version)  # raises before resuming if a check fails
         await queue.set_version.remote(version)  # before any token of this version can arrive there
         await self.engine.resume()
-        report["pause_s"] = time.monotonic() - start
-        return report | {"probe": await self.engine.prompt_logprobs(probe_ids)}
+        return report | {"pause_s": time.monotonic() - start}
+
+    async def probe(self, probe_ids: list[int]) -> list[float]:
+        return await self.engine.prompt_logprobs(probe_ids)
 
 
 # --- Training
@@ -445,57 +447,82 @@ def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[list
 
 
 # [shared:refit]
-def refit(version: int, watch: Watch, queue, workers, trainers, probe_ids, timeout_s: float) -> dict:
+def refit(run: Run, version: int, timeout_s: float) -> dict:
     """The trainer's weights to every engine as `version`; what is in flight goes on under them.
 
-    Raises RunError or RefitError if any check fails: nothing that was sampled since is trained on.
+    Raises RunError or RefitError if a check fails. The probe of a refit runs beside the step that follows,
+    and is compared before the next refit.
     """
-    sent = [trainer.send_weights.remote(version, probe_ids) for trainer in trainers]
-    received = [worker.refit.remote(version, probe_ids, queue) for worker in workers]
-    reports = watch.get(received + sent, timeout_s, f"refit to version {version}")
-    engines, (sender, *_) = reports[: len(workers)], reports[len(workers) :]
-    for index, report in enumerate(engines):
-        check_probe(report["probe"], sender["probe"], report["dtype"], f"engine {index}, version {version}")
-    return {"pause_s": max(report["pause_s"] for report in engines), **sender, "mode": engines[0]["mode"]}
+    check_probe(run, timeout_s)
+    sent = run.ask(run.trainers, "send_weights", version, run.probe_ids)
+    received = run.ask(run.workers, "refit", version, run.queue)
+    reports = run.get(received + sent, timeout_s, f"refit to version {version}")
+    engines, sender = reports[: len(run.workers)], reports[len(run.workers)]
+    run.last_refit = engines[0] | sender | {"pause_s": max(report["pause_s"] for report in engines)}
+    run.probes = run.ask(run.workers, "probe", run.probe_ids)
+    return run.last_refit
+
+
+def check_probe(run: Run, timeout_s: float) -> None:
+    """Log-probs of a fixed prompt: every engine's equal the trainer's since the last refit. Raises
+    RefitError."""
+    for index, logprobs in enumerate(run.get(run.probes, timeout_s, "the probe")):
+        where = f"engine {index}, version {run.last_refit['version']}"
+        compare_probe(logprobs, run.last_refit["probe"], run.last_refit["dtype"], where)
 
 
 # [/shared:refit]
 
 
-# [shared:start_actors]
-def start_actors(args, log: Logger, worker_class, trainer_class):
-    """Ray, queue, engines and trainers, up to the first refit: (watch, queue, workers, trainers, probe ids)."""
+# [shared:start_run]
+def start_run(args, log: Logger, worker_class, trainer_class) -> Run:
+    """Ray, queue, engines and trainers, up to the first refit, after which rollouts start."""
     engine, deadline, num_trainers = args.engine, args.deadline, args.parallel.num_trainers
     log.phase("model: preparing")
     model_path = resolve_model(args.model)
     dtype = resolve_dtype(model_path, engine.rollout_dtype)
     log.phase("ray: starting")
     cluster.start(engine.num_engines + num_trainers, args.log.output_dir)
-    watch, host = Watch(), cluster.host()
+    run, host = Run(), cluster.host()
     gpus = cluster.gpus_per_actor(engine.num_engines, num_trainers)
     plan = (args.prompts_per_step, args.max_staleness, args.order)
-    (queue,) = watch.spawn("queue", SampleQueue, [plan], max_concurrency=10_000)
+    (run.queue,) = run.spawn("queue", SampleQueue, [plan], max_concurrency=10_000)
     log.phase(f"engines: {engine.num_engines} x vLLM ({dtype}); trainers: {num_trainers} x FSDP2")
-    workers = watch.spawn("engine", worker_class, [()] * engine.num_engines, num_gpus=gpus)
+    run.workers = run.spawn("engine", worker_class, [()] * engine.num_engines, num_gpus=gpus)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
-    trainers = watch.spawn("trainer", trainer_class, ranks, num_gpus=gpus)
-    started = [worker.start.remote(args, model_path, dtype, i, gpus > 0) for i, worker in enumerate(workers)]
-    port = watch.get(trainers[0].listen.remote(host), deadline.start_timeout_s, "trainer 0 starting")
-    ready = [trainer.setup.remote(host, port, dtype) for trainer in trainers]
-    log.phase(f"trainer: {watch.get(ready, deadline.start_timeout_s, 'trainers starting')[0]}")
-    watch.get(started, deadline.start_timeout_s, "engines starting")
+    run.trainers = run.spawn("trainer", trainer_class, ranks, num_gpus=gpus)
+    started = [
+        worker.start.remote(args, model_path, dtype, i, gpus > 0) for i, worker in enumerate(run.workers)
+    ]
+    port = run.get(run.trainers[0].listen.remote(host), deadline.start_timeout_s, "trainer 0 starting")
+    ready = run.ask(run.trainers, "setup", host, port, dtype)
+    log.phase(f"trainer: {run.get(ready, deadline.start_timeout_s, 'trainers starting')[0]}")
+    run.get(started, deadline.start_timeout_s, "engines starting")
     world = 1 + engine.num_engines
-    joins = [worker.connect.remote(host, port, 1 + i, world) for i, worker in enumerate(workers)]
-    watch.get([*joins, trainers[0].connect.remote(world)], deadline.refit_timeout_s, "the transfer group")
-    probe_ids = load_tokenizer(model_path).encode("The quick brown fox jumps over the lazy dog. 0123456789")
-    first = refit(0, watch, queue, workers, trainers, probe_ids, deadline.refit_timeout_s)
-    log.phase(f"refit gate passed: {first['bytes'] / 1e6:.3g} MB by {first['mode']}")
-    for index, worker in enumerate(workers):
-        watch.task(f"engine {index}", worker.produce.remote(queue))
-    return watch, queue, workers, trainers, probe_ids
+    joins = [worker.connect.remote(host, port, 1 + i, world) for i, worker in enumerate(run.workers)]
+    run.get(
+        [*joins, *run.ask(run.trainers, "connect", world)], deadline.refit_timeout_s, "the transfer group"
+    )
+    run.probe_ids = load_tokenizer(model_path).encode(
+        "The quick brown fox jumps over the lazy dog. 0123456789"
+    )
+    sent = refit(run, 0, deadline.refit_timeout_s)
+    check_probe(run, deadline.refit_timeout_s)
+    log.phase(f"refit gate passed: {sent['bytes'] / 1e6:.3g} MB by {sent['mode']}")
+    for index, worker in enumerate(run.workers):
+        run.task(f"engine {index}", worker.produce.remote(run.queue))
+    return run
 
 
-# [/shared:start_actors]
+# [/shared:start_run]
+
+
+def training_metrics(ranks: list[dict]) -> dict:
+    """The metrics of a step from what each rank returned: sums are added over ranks and divided once."""
+    means = mean_of(merge([rank["sums"] for rank in ranks]))
+    peaks = {key: max(rank["peaks"][key] for rank in ranks) for key in ranks[0]["peaks"]}
+    weight, squared = means.pop("is_weight", None), means.pop("is_weight_squared", None)
+    return means | peaks | ({"is/ess": weight**2 / squared} if squared else {})
 
 
 def check_flags(args: Args) -> None:
@@ -505,43 +532,34 @@ def check_flags(args: Args) -> None:
     checks.check_kl(args.kl_coef)
     checks.check_minibatches(args.prompts_per_step, args.minibatches)
     checks.check_output_dir(args.log.output_dir, resume=False)
-
-
-def check_flags(args: Args) -> None:
-    """Refuses what cannot work, before anything starts."""
-    checks.check_group_size(args.group_size)
-    checks.check_temperature(args.temperature)
-    checks.check_kl(args.kl_coef)
-    checks.check_minibatches(args.prompts_per_step, args.minibatches)
-    checks.check_output_dir(args.log.output_dir, resume=False)
+    checks.check_env("--env", args.env)
+    checks.check_env("--eval-env", args.eval_env or args.env)
 
 
 def main(args: Args) -> None:
     check_flags(args)
     args.lr = args.lr if args.lr is not None else (1e-3 if args.model == "tiny" else 1e-6)
-    name, deadline, empty_steps = env_name(args.eval_env or args.env), args.deadline, 0
+    score_name, patience, empty_steps = f"{env_name(args.eval_env or args.env)}/mean", args.deadline, 0
     headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
     with Logger(args.log.output_dir, asdict(args), args.max_steps, headline) as log, cluster.session():
         log.phase(f"a step: {args.prompts_per_step} prompts x {args.group_size} rollouts, lr {args.lr:g}")
-        watch, queue, workers, trainers, probe_ids = start_actors(args, log, RolloutWorker, Trainer)
+        run = start_run(args, log, RolloutWorker, Trainer)
         tokenizer = load_tokenizer(resolve_model(args.model))
 
-        def ask(method: str) -> list:
-            return [getattr(worker, method).remote() for worker in workers]
-
-        def score(refs: list) -> float:
-            return float(np.mean(sum(watch.get(refs, deadline.step_timeout_s, "evaluation"), [])))
-
         for step in range(args.max_steps):
-            clock = Stopwatch()
-            scoring = ask("evaluate") if step % args.eval_every == 0 else []
-            stats_start = ask("stats")
+            clock, row, last = (
+                Stopwatch(),
+                {"step": step, "lr": learning_rate(step, args)},
+                step + 1 == args.max_steps,
+            )
+            scoring = run.ask(run.workers, "evaluate") if step % args.eval_every == 0 else []
+            ticks = [run.ask(run.workers, "stats")]
 
             # what this step trains
-            batch, counts = watch.get(
-                queue.get.remote(step), deadline.step_timeout_s, f"rollouts of step {step}"
+            batch, counts = run.get(
+                run.queue.get.remote(step), patience.step_timeout_s, f"rollouts of step {step}"
             )
-            groups = [ray.get(refs[0]) for _, refs in batch]
+            groups = [unpack_group(packed) for _, packed in batch]
             clock.lap("time/trainer_wait")
             rollouts = [rollout for group in groups for rollout in group]
             lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
@@ -553,55 +571,48 @@ def main(args: Args) -> None:
                 values = group_advantages([rollout.reward for rollout in valid])
                 advantages |= {r.rollout_id: value for r, value in zip(valid, values, strict=True)}
             rows = [segment_rows(r, advantages[r.rollout_id]) for r in rollouts if r.rollout_id in advantages]
-            empty_steps = 0 if rows else empty_steps + 1
-            if empty_steps == 3:
-                raise RunError("three steps in a row had no valid rollout")
 
-            # the optimizer step (or epochs x minibatches of them), then the refit
-            lr, pairs, peaks = learning_rate(step, args), {}, {}
-            stats_before = ask("stats")
+            # the optimizer step, or epochs x minibatches of them
+            ticks += [run.ask(run.workers, "stats")]
             clock.lap("time/prepare")
             if rows:
                 shares = make_minibatches(rows, args, step)
-                training = [t.train_step.remote(share, lr) for t, share in zip(trainers, shares, strict=True)]
-                ranks = watch.get(training, deadline.step_timeout_s, f"training step {step}")
-                pairs = merge([rank["sums"] for rank in ranks])
-                peaks = {key: max(rank["peaks"][key] for rank in ranks) for key in ranks[0]["peaks"]}
+                training = [
+                    t.train_step.remote(s, row["lr"]) for t, s in zip(run.trainers, shares, strict=True)
+                ]
+                row |= training_metrics(run.get(training, patience.step_timeout_s, f"training step {step}"))
+            empty_steps = 0 if rows else empty_steps + 1
+            if empty_steps == 3:
+                raise RunError("three steps in a row had no valid rollout")
             clock.lap("time/train")
-            stats_after = ask("stats")
-            row = (
-                {f"eval/{name}/mean": score(scoring)} if scoring else {}
-            )  # one policy a score: the refit waits
+            ticks += [run.ask(run.workers, "stats")]
+
+            # a score belongs to one policy: the refit waits for it
+            if scoring:
+                row[f"eval/{score_name}"] = mean_score(
+                    run.get(scoring, patience.step_timeout_s, "evaluation")
+                )
             clock.lap("time/eval")
-            sent = refit(step + 1, watch, queue, workers, trainers, probe_ids, deadline.refit_timeout_s)
-            means = mean_of(pairs)
-            if not sent["changed"] and means.get("grad_norm") and lr > 0:
+            sent = refit(run, step + 1, patience.refit_timeout_s)
+            if not sent["changed"] and row["lr"] * row.get("grad_norm", 0) > 0:
                 raise RefitError(
                     f"step {step} moved the weights, and the payload of its refit did not change"
                 )
             clock.lap("time/refit")
 
             # how it went
-            row |= (
-                {"step": step, "lr": lr} | rollout_metrics(rollouts, lags, num_late, counts["drops"]) | peaks
-            )
-            weight, squared = means.pop("is_weight", None), means.pop("is_weight_squared", None)
-            row |= means | ({"is/ess": weight**2 / squared} if squared else {})
-            row["advantage/abs_mean"] = (
-                float(np.mean(np.abs(list(advantages.values())))) if advantages else None
-            )
-            ticks = [ray.get(refs) for refs in (stats_start, stats_before, stats_after, ask("stats"))]
-            num_tokens = sum(rollout.num_actions for rollout in rollouts)
-            row |= timing_metrics(clock.times, ticks, num_tokens, len(rollouts))
-            row |= {
-                "time/refit_pause": sent["pause_s"],
-                "perf/refit_gb_per_s": sent["bytes"] / 1e9 / sent["pause_s"],
-            }
-            if args.save.save_every and (step + 1) % args.save.save_every == 0 or step + 1 == args.max_steps:
+            if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
                 path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
-                watch.get([t.save.remote(path) for t in trainers], deadline.step_timeout_s, "saving")
-            if step + 1 == args.max_steps:
-                row[f"eval_end/{name}/mean"] = score(ask("evaluate"))
+                run.get(run.ask(run.trainers, "save", path), patience.step_timeout_s, "saving")
+            if last:
+                check_probe(run, patience.refit_timeout_s)
+                scoring = run.ask(run.workers, "evaluate")
+                row[f"eval_end/{score_name}"] = mean_score(
+                    run.get(scoring, patience.step_timeout_s, "evaluation")
+                )
+            ticks = [ray.get(refs) for refs in [*ticks, run.ask(run.workers, "stats")]]
+            row |= rollout_metrics(rollouts, lags, num_late, counts["drops"], advantages)
+            row |= timing_metrics(clock.times, ticks, rollouts, sent)
             log.log_step(row)
             shown = rollouts[: args.log.samples_per_step]
             log.log_samples(step, [transcript(r, tokenizer, advantages.get(r.rollout_id)) for r in shown])

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from common.env import load_env
+
 
 class FlagError(ValueError):
     """A flag, or a combination of flags, that cannot work. The message says which and what to change."""
@@ -52,6 +54,18 @@ def check_path(flag: str, path: str) -> None:
     """Refuses a path that does not exist."""
     if not Path(path).exists():
         raise FlagError(f"{flag} {path}: there is no such path; relative paths start in {Path.cwd()}")
+
+
+def check_env(flag: str, spec: str) -> None:
+    """Refuses an environment that cannot be loaded, or has no tasks."""
+    try:
+        env = load_env(spec)()
+        empty = [split for split in ("train", "eval") if not len(env.tasks(split))]
+    except Exception as error:  # the user's file may raise anything
+        message = str(error).removeprefix(f"--env {spec}: ")
+        raise FlagError(f"{flag} {spec}: {type(error).__name__}: {message}") from error
+    if empty:
+        raise FlagError(f"{flag} {spec}: tasks('{empty[0]}') is empty; give it at least one task")
 
 
 def check_group_size(group_size: int) -> None:

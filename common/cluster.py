@@ -77,24 +77,31 @@ def gpus_per_actor(num_engines: int, num_trainers: int) -> float:
     )
 
 
-class Watch:
-    """Waits for results while every actor and every long-lived task of the run is watched.
+class Run:
+    """The actors of a run, and waiting for their results while every one of them is watched.
 
     A queue that nobody fills looks like a slow one; the process that died is what the user needs to hear of.
     """
 
     def __init__(self):
+        self.queue, self.workers, self.trainers = None, [], []
+        self.probe_ids, self.probes, self.last_refit = [], [], {}  # of the refit in flight
         self.actors: dict[str, ray.actor.ActorHandle] = {}
         self.pings: dict[ray.ObjectRef, str] = {}
         self.tasks: dict[ray.ObjectRef, str] = {}
 
     def spawn(self, name: str, actor_class: type, arguments: list[tuple], **options) -> list:
-        """One actor for each tuple of constructor arguments, called `name`, or `name` 0, 1, ... if several."""
+        """One actor for each tuple of constructor arguments, called `name`, or `name` 0, 1, ... if
+        several."""
         remote = ray.remote(actor_class).options(num_cpus=0, **options)
         handles = [remote.remote(*each) for each in arguments]
         names = [name if len(handles) == 1 else f"{name} {index}" for index in range(len(handles))]
         self.actors |= dict(zip(names, handles, strict=True))
         return handles
+
+    def ask(self, actors: list, method: str, *values) -> list[ray.ObjectRef]:
+        """Calls a method of every actor with the same values; the results are to `get`."""
+        return [getattr(actor, method).remote(*values) for actor in actors]
 
     def task(self, name: str, ref) -> None:
         """A call that lasts as long as the run: its return is an error."""

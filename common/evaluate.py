@@ -26,3 +26,9 @@ async def evaluate(
         for index, task in enumerate(tasks)
     ))  # fmt: skip
     return [0.0 if rollout.invalid else float(rollout.info.get("score", 0.0)) for (rollout,) in groups]
+
+
+def mean_score(shares: list[list[float]]) -> float:
+    """The mean over all tasks of what each engine scored of them."""
+    scores = [score for share in shares for score in share]
+    return sum(scores) / len(scores)

@@ -41,7 +41,7 @@ class BusyClock:
 
 
 def timing_metrics(
-    times: dict[str, float], ticks: list[list[dict]], num_tokens: float, num_rollouts: int
+    times: dict[str, float], ticks: list[list[dict]], rollouts: list[Rollout], sent: dict
 ) -> dict:
     """`time/*`, `perf/*` and the overlap of a step from its laps.
 
@@ -56,13 +56,21 @@ def timing_metrics(
         "time/step": step_s,
         "time/rollout_wait": float(np.mean(whole - (busy[3] - busy[0]))),
         "rollout/overlap_frac": float(np.mean((busy[2] - busy[1]) / training)),
-        "perf/samples_per_s": num_rollouts / step_s,
-        "perf/train_tokens_per_s": num_tokens / times["time/train"],
+        "time/refit_pause": sent["pause_s"],
+        "perf/refit_gb_per_s": sent["bytes"] / 1e9 / sent["pause_s"],
+        "perf/samples_per_s": len(rollouts) / step_s,
+        "perf/train_tokens_per_s": sum(rollout.num_actions for rollout in rollouts) / times["time/train"],
         "perf/rollout_tokens_per_s": float((sampled[3] - sampled[0]) / np.mean(whole)),
     }
 
 
-def rollout_metrics(rollouts: list[Rollout], lags: list[int], num_late: int, drops: dict[str, int]) -> dict:
+def rollout_metrics(
+    rollouts: list[Rollout],
+    lags: list[int],
+    num_late: int,
+    drops: dict[str, int],
+    advantages: dict[str, float],
+) -> dict:
     """What the rollouts of a step were like. Rewards are averaged over valid rollouts, lengths over all."""
     valid = [rollout for rollout in rollouts if not rollout.invalid]
     reasons = Counter(rollout.invalid for rollout in rollouts if rollout.invalid) + Counter(drops)
@@ -74,6 +82,8 @@ def rollout_metrics(rollouts: list[Rollout], lags: list[int], num_late: int, dro
     if flat:
         row["reward/mean"], row["reward/std"] = float(np.mean(flat)), float(np.std(flat))
         row["reward/zero_std_group_frac"] = float(np.mean([max(g) == min(g) for g in rewards.values()]))
+    if advantages:
+        row["advantage/abs_mean"] = float(np.mean(np.abs(list(advantages.values()))))
     if lags:
         row["staleness/mean"], row["staleness/max"] = float(np.mean(lags)), max(lags)
         row["staleness/hist"] = np.bincount(lags).tolist()

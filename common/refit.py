@@ -275,10 +275,10 @@ class WeightSender:
             broadcast(self.group, bucket)
         total = sum(value * (2 * index + 1) for index, value in enumerate(checksums)) % (1 << 64)
         changed, self.last_checksum = total != self.last_checksum, total
-        return {"bytes": sum(sizes), "changed": changed}
+        return {"version": version, "bytes": sum(sizes), "changed": changed}
 
 
-def check_probe(engine: list[float], trainer: list[float], dtype: str, where: str) -> float:
+def compare_probe(engine: list[float], trainer: list[float], dtype: str, where: str) -> float:
     """Mean difference of the log-probs of a fixed prompt. Raises RefitError where it is beyond the dtype's
     noise.
 

@@ -101,7 +101,8 @@ class Engine:
         sampling = self.make_sampling(
             n=n, temperature=temperature, max_tokens=max_tokens, stop_token_ids=self.stop_token_ids,
             top_p=1.0, top_k=0, min_p=0.0,
-            repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logprobs=0, flat_logprobs=True, detokenize=False, output_kind=self.final_only,
+            repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+            logprobs=0, flat_logprobs=True, detokenize=False, output_kind=self.final_only,
         )  # fmt: skip
         self.requests += 1
         async for output in self.llm.generate(
@@ -192,16 +193,17 @@ def next_context(
 
 
 async def play(
-    engine, tokenizer, env: Env, messages, prompt_ids, first: Completion | None, *,
-    rollout: Rollout, temperature: float, max_new_tokens: int,
+    engine, tokenizer, env: Env, messages: list[dict], rendered: str, prompt_ids: list[int],
+    first: Completion | None, *, rollout: Rollout, temperature: float, max_new_tokens: int,
 ) -> Rollout:  # fmt: skip
     """Plays one episode to its end and fills `rollout`. `first` is the first turn if it is sampled already.
+    `rendered` and `prompt_ids` are `messages` through the chat template.
 
     What the environment does wrong makes the rollout invalid, with the reason; what the engine does is
     raised.
     """
     segment: Segment | None = None
-    context, rendered = prompt_ids, render(tokenizer, messages)
+    context = prompt_ids
     for turn in range(env.max_turns):
         ids = [*(segment.token_ids.tolist() if segment else []), *context]
         room = min(max_new_tokens, engine.max_model_len - len(ids))
@@ -257,7 +259,9 @@ async def rollout_group(
     """
     envs = [make_env() for _ in range(group_size)]
     prompts = [as_messages(env.reset(task)) for env in envs]
-    prompt_ids = [encode(tokenizer, render(tokenizer, messages)) for messages in prompts]
+    rendered = [render(tokenizer, prompts[0])]
+    rendered += [rendered[0] if p == prompts[0] else render(tokenizer, p) for p in prompts[1:]]
+    ids = {text: encode(tokenizer, text) for text in set(rendered)}
     rollouts = [
         Rollout(f"{ticket}.{index}", f"g{ticket}", ticket, str(prompt_id), [], [])
         for index in range(group_size)
@@ -267,16 +271,16 @@ async def rollout_group(
 
     async def episode(index: int) -> None:
         await play(
-            engine, tokenizer, envs[index], prompts[index], prompt_ids[index], first[index],
-            rollout=rollouts[index], temperature=temperature, max_new_tokens=max_new_tokens,
+            engine, tokenizer, envs[index], prompts[index], rendered[index], ids[rendered[index]],
+            first[index], rollout=rollouts[index], temperature=temperature, max_new_tokens=max_new_tokens,
         )  # fmt: skip
         over.add(index)
 
     try:
         async with asyncio.timeout(timeout_s):
-            if envs[0].max_turns == 1 and all(ids == prompt_ids[0] for ids in prompt_ids):
-                room = min(max_new_tokens, engine.max_model_len - len(prompt_ids[0]))
-                first = await engine.generate(prompt_ids[0], group_size, temperature, room)
+            if envs[0].max_turns == 1 and len(ids) == 1:
+                room = min(max_new_tokens, engine.max_model_len - len(ids[rendered[0]]))
+                first = await engine.generate(ids[rendered[0]], group_size, temperature, room)
             await asyncio.gather(*(episode(index) for index in range(group_size)))
     except TimeoutError:
         for index, rollout in enumerate(rollouts):

@@ -7,14 +7,29 @@ class; `main` wraps it with `ray.remote`.
 """
 
 import asyncio
+import pickle
 import time
 from collections import Counter
 
-from common.sample import RecordError
+import ray
+
+from common.sample import RecordError, Rollout
+
+INLINE_BYTES = 64 << 10  # a smaller group travels in the call itself, a larger one as an object reference
 
 
 class QueueClosed(RuntimeError):
     """The run is over; the message says why."""
+
+
+def pack_group(group: list[Rollout]) -> bytes | list[ray.ObjectRef]:
+    """A group for the way through the queue, which never opens it. Both ends are processes of this run."""
+    data = pickle.dumps(group, protocol=5)
+    return data if len(data) <= INLINE_BYTES else [ray.put(data)]
+
+
+def unpack_group(packed: bytes | list[ray.ObjectRef]) -> list[Rollout]:
+    return pickle.loads(packed if isinstance(packed, bytes) else ray.get(packed[0]))
 
 
 class SampleQueue:

@@ -1,4 +1,4 @@
-"""Stand-ins for what a CPU test should not start: a scripted engine, a toy tokenizer with templates, a toy LM."""
+"""Stand-ins for what a CPU test should not start: a scripted engine, toy tokenizers, a toy LM."""
 
 import asyncio
 from types import SimpleNamespace
@@ -12,16 +12,17 @@ from common.rollout import Engine
 # Greedy longest match: "hello" is one token, though a policy may well sample "he" + "llo".
 PIECES = ["", "h", "e", "l", "o", "he", "llo", "hello", " ", "w", "<eot>", "\n", "U:", "A:"]
 PLAIN_TEMPLATE = (
-    "{% for m in msgs %}{% if m.role == 'user' %}U:{{ m.content }}\n{% else %}A:{{ m.content }}<eot>\n{% endif %}"
-    "{% endfor %}{% if gen %}A:{% endif %}"
+    "{% for m in msgs %}{% if m.role == 'user' %}U:{{ m.content }}\n"
+    "{% else %}A:{{ m.content }}<eot>\n{% endif %}{% endfor %}{% if gen %}A:{% endif %}"
 )
 
 MARKS = ["<T>", "</T>", "<k>", "</k>", "<r>", "</r>"]
 CHARACTERS = ["", *MARKS, "\n", *map(chr, range(32, 127))]
 # Drops the thinking of all turns before the last user message.
 THINKING_TEMPLATE = (
-    "{% set ns=namespace(last=-1) %}{% for m in msgs %}{% if m.role=='user' %}{% set ns.last=loop.index0 %}{% endif %}"
-    "{% endfor %}{% for m in msgs %}<T>{{m.role}}:{% if m.role=='assistant' and loop.index0<ns.last %}"
+    "{% set ns=namespace(last=-1) %}"
+    "{% for m in msgs %}{% if m.role=='user' %}{% set ns.last=loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in msgs %}<T>{{m.role}}:{% if m.role=='assistant' and loop.index0<ns.last %}"
     "{{ m.content.split('</k>')[-1] }}{% else %}{{m.content}}{% endif %}</T>\n{% endfor %}"
     "{% if gen %}<T>assistant:{% endif %}"
 )
@@ -36,7 +37,7 @@ TOOL_TEMPLATE = (
 
 
 class ToyTokenizer:
-    """Token i is pieces[i]; encoding takes the longest piece that fits. What is in `special`, decoding can skip."""
+    """Token i is pieces[i]; encoding takes the longest that fits, decoding can skip those in `special`."""
 
     def __init__(self, pieces: list[str], special: set[str], template: str):
         self.pieces = pieces
@@ -55,7 +56,7 @@ class ToyTokenizer:
         skipped = self.special if skip_special_tokens else set()
         return "".join(self.pieces[i] for i in ids if i not in skipped)
 
-    def apply_chat_template(self, messages, tokenize: bool = True, add_generation_prompt: bool = False) -> str:
+    def apply_chat_template(self, messages, tokenize=True, add_generation_prompt=False) -> str:
         assert not tokenize, "the ids of a conversation are never those of its text"
         return self.template.render(msgs=messages, gen=add_generation_prompt)
 
@@ -73,7 +74,7 @@ def span(version: int, start: int, end: int):
 
 
 def reply(ids, logprobs=None, finish="stop", spans=None, logprob_ids=None):
-    """One completion as vLLM's output object has it. `logprob_ids` are the ids that the log-probs belong to."""
+    """One completion as vLLM's output object has it. `logprob_ids`: the ids that the log-probs belong to."""
     logprobs = [-0.5] * len(ids) if logprobs is None else logprobs
     logprob_ids = list(ids)[: len(logprobs)] if logprob_ids is None else logprob_ids
     return SimpleNamespace(
@@ -85,9 +86,10 @@ def reply(ids, logprobs=None, finish="stop", spans=None, logprob_ids=None):
 
 
 class ScriptedEngine(Engine):
-    """The engine with a script in place of vLLM: each completion is the next reply, an exception is raised.
+    """The engine with a script in place of vLLM: each completion is the next reply.
 
-    `requests_seen` has every request: its prompt ids, and its sampling fields by name. The reply "hang" never comes.
+    An exception among them is raised, and "hang" never comes. `requests_seen` has every request: its prompt
+    ids, and its sampling fields by name.
     """
 
     def __init__(self, replies, max_model_len: int = 100):
@@ -150,8 +152,8 @@ class TableLM(torch.nn.Module):
         return self.lm_head
 
     def forward(self, input_ids, use_cache):
-        hidden = torch.nn.functional.one_hot(input_ids, self.lm_head.in_features).to(self.lm_head.weight.dtype)
-        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, self.extra_positions))
+        hidden = torch.nn.functional.one_hot(input_ids, self.lm_head.in_features)
+        hidden = torch.nn.functional.pad(hidden.to(self.lm_head.weight), (0, 0, 0, self.extra_positions))
         return SimpleNamespace(logits=self.lm_head(hidden))
 
 

@@ -77,8 +77,9 @@ def test_a_second_turn_extends_the_row_and_leaves_the_first_record_alone():
 
 def test_arrays_of_unequal_length_make_no_segment():
     good = dict(
-        token_ids=np.arange(3, dtype=np.int32), action_mask=np.zeros(3, bool), logprobs=np.zeros(3, np.float32),
-        versions=np.full(3, -1, np.int32), turn_ends=[3], finish_reason="stop",
+        token_ids=np.arange(3, dtype=np.int32), action_mask=np.zeros(3, bool),
+        logprobs=np.zeros(3, np.float32), versions=np.full(3, -1, np.int32), turn_ends=[3],
+        finish_reason="stop",
     )  # fmt: skip
     assert Segment(**good).num_actions == 0
     for name in ("action_mask", "logprobs", "versions"):
@@ -99,7 +100,7 @@ def test_the_length_of_a_rollout_counts_actions_over_all_segments():
 
 
 def test_the_reward_of_an_episode_is_the_exact_sum_over_its_turns():
-    # 0.1 + 0.2 + 0.3 depends on the order in floating point (0.6000000000000001 or 0.6); equal episodes must tie
+    # in floating point 0.1 + 0.2 + 0.3 depends on the order (0.6000000000000001 or 0.6); equal ones must tie
     rollouts = [Rollout("0.0", "g0", 0, "0", [], rewards) for rewards in ([0.1, 0.2, 0.3], [0.3, 0.2, 0.1])]
     assert rollouts[0].reward == rollouts[1].reward
 

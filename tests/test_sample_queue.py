@@ -2,15 +2,17 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import common.sample_queue
 from algos.grpo import mark_late
 from common.sample import RecordError, Rollout, Segment
-from common.sample_queue import QueueClosed, SampleQueue
+from common.sample_queue import QueueClosed, SampleQueue, pack_group, unpack_group
 
 
 async def settle() -> None:
@@ -53,7 +55,7 @@ def test_bound_zero_admits_one_step_at_a_time():
         assert await tickets_without_waiting(queue) == [0, 1, 2, 3]
         await finish(queue, [0, 1, 2, 3])
         assert await trained(queue, 0) == [0, 1, 2, 3]
-        assert await tickets_without_waiting(queue) == [], "training alone makes no room, the new version does"
+        assert await tickets_without_waiting(queue) == [], "training makes no room, the new version does"
         await queue.set_version(1)
         assert await tickets_without_waiting(queue) == [4, 5, 6, 7]
 
@@ -111,7 +113,8 @@ def test_closing_releases_every_waiting_and_every_later_call_with_the_first_reas
         queue = SampleQueue(2, 0, "arrival")
         await queue.set_version(0)
         await tickets_without_waiting(queue)
-        waiting = [asyncio.ensure_future(call) for call in (queue.next_ticket(), queue.next_ticket(), queue.get(0))]
+        calls = queue.next_ticket(), queue.next_ticket(), queue.get(0)
+        waiting = [asyncio.ensure_future(call) for call in calls]
         await settle()
         await queue.close("engine 1 died")
         await queue.close("later")
@@ -246,19 +249,41 @@ def test_a_late_rollout_that_was_invalid_already_keeps_its_reason():
     assert rollout.invalid == "timeout"
 
 
+# --- The way through the queue
+
+
+@pytest.mark.parametrize("inline_bytes", [1 << 20, 10], ids=["in the call", "by reference"])
+def test_a_group_comes_out_of_the_queue_as_it_went_in(inline_bytes, monkeypatch):
+    store = {}
+    fake_ray = SimpleNamespace(put=lambda data: store.setdefault("reference", data) and "reference", get=store.get)
+    monkeypatch.setattr(common.sample_queue, "ray", fake_ray)
+    monkeypatch.setattr(common.sample_queue, "INLINE_BYTES", inline_bytes)
+    sent = [crossing_rollout(), crossing_rollout()]
+    sent[1].invalid, sent[1].info = "timeout", {"error": "late", "score": 0.5}
+    got = unpack_group(pack_group(sent))
+    assert bool(store) == (inline_bytes == 10)
+    for before, after in zip(sent, got, strict=True):
+        for name in ("token_ids", "action_mask", "logprobs", "versions"):
+            one, two = getattr(before.segments[0], name), getattr(after.segments[0], name)
+            assert one.dtype == two.dtype and one.tolist() == two.tolist()
+        assert after.segments[0].turn_ends == [7] and after.segments[0].finish_reason == "stop"
+        del before.segments, after.segments
+        assert vars(before) == vars(after)
+
+
 # --- Whole runs
 
 
-async def simulated_run(order: str, bound: int, seed: int, dropped: set[int], num_steps: int = 10, per_step: int = 4):
-    """Rollout workers and a trainer of random speed. Returns [tickets of a step] and [max lag of a step]."""
-    queue, dice = SampleQueue(per_step, bound, order), random.Random(seed)
+async def simulated_run(order: str, bound: int, seed: int, dropped: set[int]):
+    """Ten steps of P = 4, workers and trainer of random speed: tickets and max lag of each step."""
+    queue, dice = SampleQueue(4, bound, order), random.Random(seed)
     sampled_by: dict[int, list[int]] = {}
 
     async def worker():
         while True:
             ticket = await queue.next_ticket()
             sampled_by[ticket] = []
-            for _ in range(dice.choice([1, 2, 3, 5, 40])):  # one token at a time, so a refit may come in between
+            for _ in range(dice.choice([1, 2, 3, 5, 40])):  # token by token: a refit may come in between
                 sampled_by[ticket].append(queue.version)
                 await asyncio.sleep(0)
             if ticket in dropped:
@@ -269,7 +294,7 @@ async def simulated_run(order: str, bound: int, seed: int, dropped: set[int], nu
     await queue.set_version(0)
     workers = [asyncio.ensure_future(worker()) for _ in range(6)]
     steps, max_lags = [], []
-    for step in range(num_steps):
+    for step in range(10):
         steps.append(await trained(queue, step))
         max_lags.append(max(step - version for ticket in steps[-1] for version in sampled_by[ticket]))
         for _ in range(dice.randrange(30)):
@@ -296,16 +321,18 @@ def test_a_run_ends_and_trains_no_ticket_twice(order, bound, dropped):
             assert max(max_lags) <= bound
 
 
-@settings(max_examples=150, deadline=None)
+MOVES = st.sampled_from(["start", "start", "put", "put", "drop", "train"])
+
+
+@settings(max_examples=100, deadline=None)
 @given(
     order=st.sampled_from(["arrival", "ticket"]),
     bound=st.integers(0, 3),
     per_step=st.integers(1, 4),
     first_ticket=st.integers(0, 5),
-    moves=st.lists(st.tuples(st.sampled_from(["start", "start", "put", "put", "drop", "train"]), st.integers(0, 99)),
-                   max_size=120),
-)  # fmt: skip
-def test_any_interleaving_keeps_the_bound_and_loses_or_repeats_nothing(order, bound, per_step, first_ticket, moves):
+    moves=st.lists(st.tuples(MOVES, st.integers(0, 99)), max_size=120),
+)
+def test_any_interleaving_keeps_the_bound_and_loses_nothing(order, bound, per_step, first_ticket, moves):
     async def scenario():
         queue = SampleQueue(per_step, bound, order, first_ticket)
         await queue.set_version(0)

@@ -32,7 +32,9 @@ def read_tasks(path: Path) -> list[dict]:
                 if key not in task:
                     raise ValueError(f"{where}: no key {key!r} among {sorted(task)}; add it or rename one")
             if not is_prompt(task["prompt"]):
-                raise ValueError(f'{where}: `prompt` must be a string or a list of {{"role": ..., "content": ...}}')
+                raise ValueError(
+                    f'{where}: `prompt` must be a string or a list of {{"role": ..., "content": ...}}'
+                )
             if not isinstance(task["answer"], (str, int, float)):
                 raise ValueError(f"{where}: `answer` must be a string or a number, not {task['answer']!r}")
             tasks.append({**task, "answer": str(task["answer"])})
@@ -44,7 +46,9 @@ def read_tasks(path: Path) -> list[dict]:
 def is_prompt(value) -> bool:
     """Whether `value` is a prompt: a string, or a non-empty list of chat messages."""
     if isinstance(value, list):
-        return bool(value) and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in value)
+        return bool(value) and all(
+            isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in value
+        )
     return isinstance(value, str)
 
 
@@ -55,7 +59,8 @@ class Jsonl(Env):
         self.path = Path(path)  # read by `tasks` alone: every rollout makes an instance of its own
 
     def tasks(self, split: str) -> list[dict]:
-        """A tenth of the file (1 to 128 tasks of a fixed shuffle) is "eval", the rest "train"; of one line, both.
+        """A tenth of the file (1 to 128 tasks of a fixed shuffle) is "eval", the rest "train"; of one line,
+        both.
 
         Raises ValueError where the file is not as it should be.
         """

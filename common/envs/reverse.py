@@ -1,4 +1,5 @@
-"""The toy task: reverse four digits. A model of 80,000 parameters learns it on two cores in well under a minute."""
+"""The toy task: reverse four digits. A model of 80,000 parameters learns it on two cores in well under a
+minute."""
 
 import random
 
@@ -23,9 +24,11 @@ class Reverse(Env):
         return task["prompt"]
 
     def step(self, action: str) -> Step:
-        """Half the reward for the share of right positions, half for the exact answer; the score is the latter.
+        """Half the reward for the share of right positions, half for the exact answer; the score is the
+        latter.
 
-        Nothing is stripped: a fifth character makes the answer wrong, so ending the turn in time is learned too.
+        Nothing is stripped: a fifth character makes the answer wrong, so ending the turn in time is learned
+        too.
         """
         right = sum(given == wanted for given, wanted in zip(action, self.answer))
         exact = float(action == self.answer)

@@ -1,0 +1,185 @@
+"""The trainer's gradient is that of the step: the same on one rank and on two, in micro-batches of any size.
+
+The ranks are processes with a gloo group. The learning rate is 0, so a process can take the same step again.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing
+from torch.distributed.tensor import DTensor
+
+from algos.grpo import Args, Trainer, make_minibatches
+from common.logger import mean_of, merge
+from common.models import make_tiny
+
+TOKENS = [10_000, 60, 1]  # of a micro-batch: all rows at once, a few, one
+NO_CLIP, CLIP = 1e9, 0.01
+VARIANTS = {"plain": {}, "kl": {"kl_coef": 0.1}, "minibatches": {"minibatches": 2}}
+
+
+def step_rows() -> list[list[dict]]:
+    """Ten random rollouts: one forked into two segments, one without a token to train."""
+    rng = np.random.default_rng(0)
+    rollouts = []
+    for index in range(10):
+        rows = []
+        for _ in range(2 if index == 4 else 1):
+            length, first = int(rng.integers(6, 30)), int(rng.integers(1, 5))
+            mask = (np.arange(length) >= first) & (rng.random(length) < 0.8) & (index != 7)
+            logprobs = np.where(mask, rng.uniform(-5.5, -3.5, length), np.nan).astype(np.float32)
+            rows.append({"token_ids": rng.integers(0, 100, length).astype(np.int32), "action_mask": mask,
+                         "logprobs": logprobs, "advantage": 0.7 * (-1) ** index + 0.05 * index})  # fmt: skip
+        rollouts.append(rows)
+    return rollouts
+
+
+def rank_process(rank: int, alone, together, path: str, out: str) -> None:
+    """A rank of two; before that, rank 0 trains alone. The queues carry the rendezvous port of each run."""
+    if rank == 0:
+        train(0, 1, alone, path, out)
+    train(rank, 2, together, path, out)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def train(rank: int, num_ranks: int, port, path: str, out: str) -> None:
+    """One rank: takes the step in every variant and size, and leaves gradients and metrics in a file."""
+    args = Args(lr=0.0, kl_coef=0.1, temperature=0.9)
+    args.parallel.num_trainers = num_ranks
+    args.deadline.start_timeout_s = args.deadline.step_timeout_s = 60.0
+    trainer = Trainer(args, path, rank, False)
+    if rank == 0:
+        port.put(trainer.listen("127.0.0.1"))
+        trainer.setup("127.0.0.1", 0, "float32")
+    else:
+        trainer.setup("127.0.0.1", port.get(timeout=120), "float32")
+    named = dict(trainer.model.named_parameters())
+    held = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    results = {
+        "sharded": [isinstance(parameter, DTensor) for parameter in held],
+        "same": [id(parameter) for parameter in held] == [id(parameter) for parameter in named.values()],
+    }
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    cases = [("plain", tokens, max_norm) for tokens in TOKENS for max_norm in (NO_CLIP, CLIP)]
+    cases += [(variant, tokens, NO_CLIP) for variant in ("kl", "minibatches") for tokens in (10_000, 60)]
+    for case in cases:
+        variant, args.parallel.micro_batch_tokens, args.max_grad_norm = case
+        args.kl_coef, args.minibatches = 0.0, 1
+        vars(args).update(VARIANTS[variant])
+        reported = trainer.train_step(make_minibatches(step_rows(), args, step=5)[rank], 0.0)
+        results[case] = reported, {name: whole(parameter.grad) for name, parameter in named.items()}
+    results["moved"] = [name for name, parameter in named.items() if not torch.equal(parameter, before[name])]
+    torch.save(results, f"{out}/{num_ranks}.{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    return make_tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def results(model_path, tmp_path_factory) -> dict:
+    """(ranks, rank) -> what `train` saved."""
+    out, context = str(tmp_path_factory.mktemp("out")), torch.multiprocessing.get_context("spawn")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        shared = context.Queue(), context.Queue(), model_path, out
+        processes = [context.Process(target=rank_process, args=(rank, *shared)) for rank in (0, 1)]
+        for process in processes:
+            process.start()
+    for process in processes:
+        process.join(240)
+        if process.is_alive():
+            process.kill()
+    assert [process.exitcode for process in processes] == [0, 0], "see the captured output of the ranks"
+    ranks = (1, 0), (2, 0), (2, 1)
+    return {(size, rank): torch.load(f"{out}/{size}.{rank}", weights_only=False) for size, rank in ranks}
+
+
+def flat(gradients: dict) -> torch.Tensor:
+    return torch.cat([gradient.double().flatten() for gradient in gradients.values()])
+
+
+@pytest.fixture(scope="module")
+def oracle(model_path) -> dict:
+    """Gradient of the whole step in float64, row by row, from the model and the formula alone.
+
+    On the first update old = pi, so a token's gradient is that of -w A log pi with the constant
+    w = min(pi / mu, 2). The KL to the starting policy, which is pi itself here, is 0 with gradient 0.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64, attn_implementation="eager")
+    rows = [row for rollout in step_rows() for row in rollout]
+    total = 0.0
+    for row in rows:
+        ids = torch.as_tensor(row["token_ids"], dtype=torch.int64)
+        logits = model(input_ids=ids[None]).logits[0, :-1] / 0.9
+        logprobs = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+        for position in np.flatnonzero(row["action_mask"]):
+            logprob = logprobs[position - 1]
+            weight = min(math.exp(logprob.item() - float(row["logprobs"][position])), 2.0)
+            total = total - weight * row["advantage"] * logprob
+    (total / sum(int(row["action_mask"].sum()) for row in rows)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_the_optimizer_holds_the_sharded_parameters(results):
+    for rank in (0, 1):
+        assert results[2, rank]["same"] and all(results[2, rank]["sharded"])
+    assert results[1, 0]["same"]
+
+
+def test_a_learning_rate_of_zero_left_the_weights_alone(results):
+    assert all(result["moved"] == [] for result in results.values())
+
+
+@pytest.mark.parametrize("variant", ["plain", "kl"])
+def test_the_gradient_is_that_of_the_formula(results, oracle, variant):
+    reference = flat(oracle)
+    assert reference.norm() > 0.01
+    for who, result in results.items():
+        _, gradients = result[variant, 10_000, NO_CLIP]
+        assert list(gradients) == list(oracle)
+        assert (flat(gradients) - reference).norm() <= 1e-5 * reference.norm(), who
+
+
+@pytest.mark.parametrize("variant, max_norm", [("plain", NO_CLIP), ("plain", CLIP), ("kl", NO_CLIP),
+                                               ("minibatches", NO_CLIP)])  # fmt: skip
+def test_the_gradient_does_not_depend_on_ranks_and_micro_batches(results, variant, max_norm):
+    reference = flat(results[1, 0][variant, 10_000, max_norm][1])
+    for who, result in results.items():
+        for tokens in TOKENS if variant == "plain" else TOKENS[:2]:
+            difference = flat(result[variant, tokens, max_norm][1]) - reference
+            assert difference.norm() <= 1e-5 * reference.norm(), (who, tokens)
+
+
+def test_clipping_scales_to_the_global_norm(results, oracle):
+    norm = flat(oracle).norm()
+    assert norm > 2 * CLIP
+    for who, result in results.items():
+        for tokens in TOKENS:
+            reported, gradients = result["plain", tokens, CLIP]
+            assert flat(gradients).norm().item() == pytest.approx(CLIP, rel=1e-4), who
+            before = reported["sums"]["grad_norm"]
+            assert before == (pytest.approx(norm.item(), rel=1e-5), 1.0)
+
+
+def test_the_metrics_do_not_depend_on_ranks_and_micro_batches(results):
+    reference, reference_peaks = None, None
+    for num_ranks in (1, 2):
+        for tokens in TOKENS:
+            reports = [results[num_ranks, rank]["plain", tokens, NO_CLIP][0] for rank in range(num_ranks)]
+            means = mean_of(merge([report["sums"] for report in reports]))
+            peaks = {key: max(report["peaks"][key] for report in reports) for key in reports[0]["peaks"]}
+            reference, reference_peaks = reference or means, reference_peaks or peaks
+            assert means == pytest.approx(reference, rel=1e-4, abs=1e-6), (num_ranks, tokens)
+            assert peaks == pytest.approx(reference_peaks, rel=1e-4), (num_ranks, tokens)
+    assert all(math.isfinite(value) for value in (*reference.values(), *reference_peaks.values()))

@@ -1,0 +1,496 @@
+"""Refit without vLLM: names, fused and tied layouts, coverage, checksums, the wire, what a failure leaves."""
+
+import asyncio
+import functools
+import math
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import common.refit
+from algos.grpo import RolloutWorker
+from common.refit import (
+    ALIGNMENT,
+    Entry,
+    RefitError,
+    WeightSender,
+    broadcast,
+    check_coverage,
+    check_probe,
+    checkpoint_tensors,
+    checksum,
+    connect_store,
+    join_group,
+    lay_out,
+    learn_plan,
+    open_store,
+    read_back,
+    receive_object,
+)
+
+ATTENTION, EXPERTS = "model.layers.0.self_attn.", "model.layers.0.mlp.experts."
+FUSED = {"q_proj": ("qkv", 0, 4), "k_proj": ("qkv", 4, 2), "v_proj": ("qkv", 6, 2)}  # where, row, rows
+
+
+class ToyEngine(torch.nn.Module):
+    """Parameters laid out as in vLLM: fused qkv, stacked w13, a vocabulary padded from 3 to 4 rows.
+
+    `head`: "shared" (one tensor), "copied" (two tensors that the loader fills from the embedding) or "own".
+    `forget`: a checkpoint name that the loader silently skips.
+    """
+
+    def __init__(self, head: str = "shared", forget: str = ""):
+        super().__init__()
+        self.head, self.forget = head, forget
+        self.qkv = torch.nn.Parameter(torch.zeros(8, 1))
+        self.w13, self.w2 = torch.nn.Parameter(torch.zeros(2, 4, 1)), torch.nn.Parameter(torch.zeros(2, 1, 2))
+        self.embed = torch.nn.Parameter(torch.zeros(4, 1))
+        self.lm_head = self.embed if head == "shared" else torch.nn.Parameter(torch.zeros(4, 1))
+        self.mtp = torch.nn.ParameterDict({"lm_head": torch.nn.Parameter(torch.zeros(2, 1))})
+
+    def load_weights(self, weights) -> None:
+        for name, weight in weights:
+            if name == self.forget:
+                continue
+            place = name.removeprefix(ATTENTION).removesuffix(".weight")
+            if place in FUSED:
+                parameter, row, rows = FUSED[place]
+                getattr(self, parameter).data.narrow(0, row, rows).copy_(weight)
+            elif name.startswith(EXPERTS):
+                expert, kind, _ = name.removeprefix(EXPERTS).split(".")
+                w13, w2 = self.w13.data[int(expert)], self.w2.data[int(expert)]
+                {"gate_proj": w13[:2], "up_proj": w13[2:], "down_proj": w2}[kind].copy_(weight)
+            elif name == "model.embed_tokens.weight":
+                self.embed.data[: len(weight)].copy_(weight)
+                if self.head == "copied":
+                    self.lm_head.data[: len(weight)].copy_(weight)
+            elif name == "lm_head.weight" and self.head == "own":
+                self.lm_head.data[: len(weight)].copy_(weight)
+            elif name == "mtp.lm_head.weight":
+                self.mtp["lm_head"].data.copy_(weight)
+            else:
+                raise KeyError(name)
+
+    def padding(self) -> dict[str, int]:
+        return {"embed": 3} if self.head == "shared" else {"embed": 3, "lm_head": 3}
+
+
+def column(*values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)[:, None]
+
+
+def trainer_weights(shift: float = 0.0, own_head: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """The trainer's parameters as Hugging Face names and stacks them."""
+    weights = {
+        ATTENTION + "q_proj.weight": column(1, 2, 3, 4),
+        ATTENTION + "k_proj.weight": column(5, 6),
+        ATTENTION + "v_proj.weight": column(7, 8),
+        EXPERTS + "gate_up_proj": torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.float32)[..., None],
+        EXPERTS + "down_proj": torch.tensor([[[10, 11]], [[12, 13]]], dtype=torch.float32),
+        "model.embed_tokens.weight": column(20, 21, 22),
+        "mtp.lm_head.weight": column(30, 31),
+    }
+    if own_head:
+        weights["lm_head.weight"] = column(40, 41, 42)
+    return [(name, tensor + shift) for name, tensor in weights.items()]
+
+
+def sent(shift: float = 0.0, own_head: bool = False) -> list[tuple[str, torch.Tensor]]:
+    return list(checkpoint_tensors(trainer_weights(shift, own_head)))
+
+
+def learned(engine: ToyEngine, tensors=None):
+    """The engine's plan after one load, coverage checked."""
+    plan = learn_plan(engine.load_weights, tensors or sent(own_head=engine.head == "own"))
+    check_coverage(plan, dict(engine.named_parameters()), engine.padding())
+    return plan
+
+
+def refit(plan, tensors) -> None:
+    for name, tensor in tensors:
+        for copy in plan[name]:
+            copy.destination.copy_(copy.source(tensor))
+
+
+# --- Names and layouts
+
+
+def test_stacked_experts_are_sent_one_by_one_gate_rows_first():
+    tensors = dict(sent())
+    for expert, (gate, up, down) in enumerate([([1, 2], [3, 4], [10, 11]), ([5, 6], [7, 8], [12, 13])]):
+        assert tensors[f"{EXPERTS}{expert}.gate_proj.weight"].flatten().tolist() == gate
+        assert tensors[f"{EXPERTS}{expert}.up_proj.weight"].flatten().tolist() == up
+        assert tensors[f"{EXPERTS}{expert}.down_proj.weight"].flatten().tolist() == down
+    assert len(tensors) == 5 + 6 and "mtp.lm_head.weight" in tensors, "a nested head is a weight too"
+
+
+@pytest.mark.parametrize("head", ["shared", "copied", "own"])
+def test_the_plan_copies_what_the_loader_would_have_loaded(head):
+    engine, reference = ToyEngine(head), ToyEngine(head)
+    plan = learned(engine)
+    assert engine.qkv.flatten().tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert engine.w13.flatten().tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    for shift in (0.5, 100.0):  # twice: the places are still those of the parameters
+        tensors = sent(shift, own_head=head == "own")
+        refit(plan, tensors)
+        reference.load_weights(tensors)
+        for (name, parameter), expected in zip(engine.named_parameters(), reference.parameters()):
+            assert torch.equal(parameter, expected), name
+        for name, tensor in tensors:
+            assert checksum(read_back(plan[name], tensor)) == checksum(tensor), name
+
+
+def test_a_tied_head_ends_as_the_embedding_whether_the_engine_shares_or_copies_it():
+    for head in ("shared", "copied"):
+        engine = ToyEngine(head)
+        refit(learned(engine), sent(7.0))
+        expected = checksum(dict(trainer_weights(7.0))["model.embed_tokens.weight"])
+        assert checksum(engine.embed[:3]) == checksum(engine.lm_head[:3]) == expected
+
+
+@pytest.mark.parametrize("stale", ["embed", "lm_head"])
+def test_a_stale_copy_of_a_tied_weight_is_seen(stale):
+    engine = ToyEngine("copied")
+    plan = learned(engine)
+    embedding = dict(sent())["model.embed_tokens.weight"]
+    getattr(engine, stale).data[1] = 99.0
+    try:
+        assert checksum(read_back(plan["model.embed_tokens.weight"], embedding)) != checksum(embedding)
+    except RefitError:
+        pass  # as good: the copies contradict each other
+
+
+def test_the_wrong_layout_of_stacked_experts_changes_the_bits():
+    engine = ToyEngine()
+    learned(engine)
+    before = checksum(engine.w13)
+    gate_up = dict(trainer_weights())[EXPERTS + "gate_up_proj"]
+    halves, alternating = (gate_up[:, :2], gate_up[:, 2:], True), (gate_up[:, 0::2], gate_up[:, 1::2], False)
+    for first, second, same in (halves, alternating):
+        for expert in (0, 1):
+            engine.load_weights([(f"{EXPERTS}{expert}.gate_proj.weight", first[expert]),
+                                 (f"{EXPERTS}{expert}.up_proj.weight", second[expert])])  # fmt: skip
+        assert (checksum(engine.w13) == before) == same
+
+
+def test_swapped_and_permuted_weights_change_the_bits():
+    engine = ToyEngine()
+    learned(engine)
+    before = checksum(engine.qkv)
+    engine.load_weights([(ATTENTION + "k_proj.weight", column(7, 8))])
+    engine.load_weights([(ATTENTION + "v_proj.weight", column(5, 6))])
+    assert checksum(engine.qkv) != before
+
+
+# --- Coverage
+
+
+def test_an_engine_parameter_that_nothing_was_written_to_is_named():
+    engine = ToyEngine()
+    short = [(name, tensor) for name, tensor in sent() if "k_proj" not in name and not name.startswith("mtp")]
+    with pytest.raises(RefitError, match=r"qkv \(2 of 8 .*mtp.lm_head \(2 of 2") as caught:
+        learned(engine, short)
+    assert "w13" not in str(caught.value) and "embed" not in str(caught.value)
+
+
+def test_an_untied_head_that_gets_only_the_embedding_is_named():
+    with pytest.raises(RefitError, match="lm_head"):
+        learned(ToyEngine("own"), sent())
+
+
+def test_a_sent_name_that_the_engine_does_not_use_is_named():
+    with pytest.raises(RefitError, match=f"no place for {ATTENTION}q_proj.weight"):
+        learned(ToyEngine(forget=ATTENTION + "q_proj.weight"))
+    with pytest.raises(KeyError, match="model.norm.weight"):
+        learned(ToyEngine(), [*sent(), ("model.norm.weight", column(1))])
+
+
+def test_a_parameter_that_two_names_write_to_is_named():
+    engine = ToyEngine()
+
+    def load_weights(weights) -> None:
+        engine.load_weights([(name.removeprefix("old."), weight) for name, weight in weights])
+
+    plan = learn_plan(load_weights, [*sent(), (f"old.{ATTENTION}k_proj.weight", column(5, 6))])
+    with pytest.raises(RefitError, match="qkv") as caught:
+        check_coverage(plan, dict(engine.named_parameters()), engine.padding())
+    assert "w13" not in str(caught.value)
+
+
+def test_only_padding_rows_may_stay_unwritten():
+    engine = ToyEngine()
+    plan = learn_plan(engine.load_weights, sent())
+    with pytest.raises(RefitError, match=r"embed \(1 of 4"):
+        check_coverage(plan, dict(engine.named_parameters()), {})
+    check_coverage(plan, dict(engine.named_parameters()), {"embed": 3})
+
+
+# --- Checksums
+
+
+def test_a_checksum_is_over_the_bits_that_are_sent():
+    # bf16 has 7 fraction bits: 1 + 1/256 is half way and rounds to even 1, 1 + 3/256 to 1 + 2/128
+    masters = torch.tensor([1.00390625, 1.01171875])
+    cast = masters.to(torch.bfloat16)
+    assert cast.tolist() == [1.0, 1.015625]
+    assert checksum(cast) == checksum(torch.tensor([1.0, 1.015625], dtype=torch.bfloat16))
+    assert checksum(masters) != checksum(cast) != checksum(cast.float())
+    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0])), "bits, not values"
+
+
+def test_a_checksum_does_not_depend_on_memory_layout():
+    tensor = torch.arange(12.0).reshape(3, 4)
+    assert checksum(tensor.T.contiguous().T) == checksum(tensor) == checksum(torch.stack(list(tensor)))
+    assert checksum(tensor.T) != checksum(tensor)
+    assert checksum(torch.zeros(0)) == checksum(torch.zeros(0))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    values=st.lists(st.floats(width=16, allow_nan=False), min_size=1, max_size=40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    chunk=st.sampled_from([1, 3, 8, 1 << 20]),
+    pick=st.tuples(st.integers(0, 39), st.integers(0, 39)),
+    new=st.floats(width=16, allow_nan=False),
+)
+def test_any_change_or_swap_of_elements_changes_the_checksum(values, dtype, chunk, pick, new):
+    tensor = torch.tensor(values, dtype=dtype)
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}[dtype]
+    i, j = (index % len(values) for index in pick)
+    changed, swapped = tensor.clone(), tensor.clone()
+    changed[i] = new
+    swapped[[i, j]] = tensor[[j, i]]
+    size, common.refit.CHUNK = common.refit.CHUNK, chunk
+    try:
+        before = checksum(tensor)
+        assert checksum(tensor.clone()) == before
+        for other in (changed, swapped):
+            assert (checksum(other) == before) == torch.equal(other.view(bits), tensor.view(bits))
+    finally:
+        common.refit.CHUNK = size
+
+
+# --- The packed stream
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=12),
+    bucket_bytes=st.sampled_from([64, 128, 300, 1 << 20]),
+    half=st.booleans(),
+)
+def test_packing_keeps_every_tensor_apart_aligned_and_whole(shapes, bucket_bytes, half):
+    dtype = torch.bfloat16 if half else torch.float32
+    tensors = [(f"t{i}", torch.full(shape, float(i), dtype=dtype)) for i, shape in enumerate(shapes)]
+    entries, sizes = lay_out(tensors, bucket_bytes)
+    assert [entry.name for entry in entries] == [name for name, _ in tensors]
+    buckets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    for entry, (_, tensor) in zip(entries, tensors):
+        assert entry.offset % ALIGNMENT == 0
+        entry.view(buckets[entry.bucket]).copy_(tensor)
+    for entry, (_, tensor) in zip(entries, tensors):  # after all were written: none overwrote another
+        assert torch.equal(entry.view(buckets[entry.bucket]), tensor)
+    counts = [sum(entry.bucket == number for entry in entries) for number in range(len(sizes))]
+    assert all(size <= bucket_bytes or count == 1 for size, count in zip(sizes, counts)) and all(counts)
+
+
+# --- The wire
+
+
+class ToyTrainer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name, tensor in trainer_weights():
+            self.register_parameter(name.replace(".", "/"), torch.nn.Parameter(tensor))
+
+    def named_parameters(self, *args, **kwargs):
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name.replace("/", "."), parameter
+
+
+def receive(group) -> tuple[dict, dict[str, torch.Tensor]]:
+    """One transfer as an engine sees it: the header, and the tensors by name."""
+    header, tensors = receive_object(group), {}
+    for number, size in enumerate(header["sizes"]):
+        bucket = torch.empty(size, dtype=torch.uint8)
+        broadcast(group, bucket)
+        entries = [Entry(**entry) for entry in header["entries"]]
+        tensors |= {entry.name: entry.view(bucket) for entry in entries if entry.bucket == number}
+    return header, tensors
+
+
+def transfers(model, dtype, between, num_engines: int = 2):
+    """Sends once before and once after each function of `between`: the reports, and what the engines got."""
+    store, world = open_store("127.0.0.1", 20), 1 + num_engines
+    got: list[list] = [[] for _ in range(num_engines)]
+
+    def engine(index: int) -> None:
+        group = join_group(connect_store("127.0.0.1", store.port, 20), 1 + index, world, "gloo", 20)
+        for _ in range(len(between) + 1):
+            got[index].append(receive(group))
+
+    threads = [threading.Thread(target=engine, args=(index,)) for index in range(num_engines)]
+    for thread in threads:
+        thread.start()
+    sender = WeightSender(model, 0, dtype, 20)
+    sender.join(store, world)
+    reports = [sender.send(0)]
+    for version, change in enumerate(between, 1):
+        change()
+        reports.append(sender.send(version))
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return reports, got
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
+def test_every_engine_gets_the_cast_weights_with_their_checksums(bucket_bytes, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(common.refit, "lay_out", functools.partial(lay_out, bucket_bytes=bucket_bytes))
+    model = ToyTrainer()
+    reports, got = transfers(model, torch.bfloat16, [lambda: None])
+    expected = [(name, tensor.bfloat16()) for name, tensor in sent()]
+    for engine in got:
+        for version, (header, tensors) in enumerate(engine):
+            assert header["version"] == version
+            assert header["checksums"] == [checksum(tensor) for _, tensor in expected]
+            assert list(tensors) == [name for name, _ in expected]
+            assert all(torch.equal(tensors[name], tensor) for name, tensor in expected)
+    assert reports[0]["bytes"] == 64 * len(expected)
+
+
+def test_the_payload_changes_with_a_step_and_only_with_a_step(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    model = ToyTrainer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step(gradient: float) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+
+    one = next(iter(dict(model.named_parameters()).values()))
+
+    def swap() -> None:
+        one.data[[0, 1]] = one.data[[1, 0]]
+
+    between = [lambda: step(0.0), lambda: step(0.5), swap, lambda: None]
+    reports, got = transfers(model, torch.float32, between, num_engines=1)
+    assert [report["changed"] for report in reports[1:]] == [False, True, True, False]
+    sums = [header["checksums"] for header, _ in got[0]]
+    assert sums[0] == sums[1] != sums[2] != sums[3] == sums[4]
+
+
+class BrokenGroup:
+    """A transfer group whose peer is gone at the third broadcast: after the header, before the weights."""
+
+    def __init__(self):
+        self.left = 2
+
+    def broadcast(self, tensors, options):
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("connection closed by peer")
+        return SimpleNamespace(wait=lambda: None)
+
+
+class WorkingGroup:
+    def broadcast(self, tensors, options):
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_a_transfer_that_breaks_raises_and_is_not_remembered_as_sent():
+    model = ToyTrainer()
+    sender = WeightSender(model, 0, torch.float32, 1)
+    sender.group = WorkingGroup()
+    sender.send(0)
+    next(iter(model.parameters())).data += 1
+    sender.group = BrokenGroup()
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        sender.send(1)
+    sender.group = WorkingGroup()
+    assert sender.send(1)["changed"], "what did not arrive is still a change"
+
+
+def test_other_ranks_than_the_first_send_nothing():
+    sender = WeightSender(ToyTrainer(), 1, torch.float32, 1)
+    assert sender.send(0) == {}
+
+
+# --- The order of a refit in an engine
+
+
+class RefitEngine:
+    def __init__(self, calls: list, fail: bool = False):
+        self.calls, self.fail = calls, fail
+
+    async def pause(self):
+        self.calls.append("pause")
+
+    async def receive_weights(self, version):
+        self.calls.append(f"receive {version}")
+        if self.fail:
+            raise RefitError("checksum of lm_head: other bits")
+        return {"mode": "plan"}
+
+    async def resume(self):
+        self.calls.append("resume")
+
+    async def prompt_logprobs(self, ids):
+        self.calls.append("probe")
+        return [-1.0] * (len(ids) - 1)
+
+
+def refit_calls(fail: bool) -> list[str]:
+    calls: list[str] = []
+
+    async def scenario():
+        async def set_version(version):
+            calls.append(f"version {version}")
+
+        worker = RolloutWorker()
+        worker.engine = RefitEngine(calls, fail)
+        queue = SimpleNamespace(set_version=SimpleNamespace(remote=set_version))
+        return await worker.refit(3, [1, 2, 3], queue)
+
+    if fail:
+        with pytest.raises(RefitError, match="checksum of lm_head"):
+            asyncio.run(scenario())
+    else:
+        assert asyncio.run(scenario())["probe"] == [-1.0, -1.0]
+    return calls
+
+
+def test_the_version_rises_after_the_weights_and_before_any_new_token():
+    assert refit_calls(fail=False) == ["pause", "receive 3", "version 3", "resume", "probe"]
+
+
+def test_an_engine_whose_weights_failed_a_check_is_not_resumed_and_its_version_stays():
+    assert refit_calls(fail=True) == ["pause", "receive 3"]
+
+
+# --- The probe
+
+
+def test_the_probe_tells_noise_from_another_model():
+    assert check_probe([-1.0, -2.0], [-1.0004, -2.0], "float32", "engine 0") == pytest.approx(2e-4, abs=1e-5)
+    assert check_probe([-1.0, -2.0], [-1.1, -2.1], "bfloat16", "engine 0") == pytest.approx(0.1, abs=1e-5)
+    with pytest.raises(RefitError, match="engine 0"):
+        check_probe([-1.0, -2.0], [-1.1, -2.1], "float32", "engine 0")
+    with pytest.raises(RefitError, match="engine 0"):
+        check_probe([-1.0, -2.0], [-1.5, -2.5], "bfloat16", "engine 0")
+
+
+@pytest.mark.parametrize("engine", [[math.nan, -2.0], [-math.inf, -2.0], []])
+def test_a_probe_without_numbers_fails(engine):
+    with pytest.raises(RefitError):
+        check_probe(engine, [-1.0, -2.0][: len(engine)], "bfloat16", "engine 0")
+
+
+def test_a_probe_of_another_length_fails():
+    with pytest.raises((RefitError, RuntimeError, ValueError)):
+        check_probe([-1.0], [-1.0, -1.0, -1.0], "float32", "engine 0")
