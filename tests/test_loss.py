@@ -374,7 +374,7 @@ def test_a_token_that_is_too_late_to_train_still_counts_in_the_lengths():
     rollouts = [Rollout(f"0.{i}", "g0", 0, "0", [part], [float(i)]) for i, part in enumerate(parts)]
     lags, num_late = mark_late(rollouts, 4, 2, "mask")
     assert num_late == 2
-    row = rollout_metrics(rollouts, lags, num_late, {})
+    row = rollout_metrics(rollouts, lags, num_late, {}, {})
     assert row["rollout/truncated_frac"] == 0.5
     assert row["staleness/late_token_frac"] == pytest.approx(2 / 7)
     assert row["rollout/len_mean"] == 3.5, "2.5 forgets what was sampled and not trained"
@@ -385,7 +385,8 @@ def test_rewards_are_averaged_over_valid_rollouts_alone():
     part = segment([1, 2], 1, [-0.1])
     rollouts = [Rollout(f"0.{i}", "g0", 0, "0", [part], [reward]) for i, reward in enumerate([1, 0, 0, 0])]
     rollouts[2].invalid = "env_error"
-    row = rollout_metrics(rollouts, [], 0, {})
+    row = rollout_metrics(rollouts, [], 0, {}, {"0.0": 1.0, "0.1": -0.5, "0.3": -0.5})
+    assert row["advantage/abs_mean"] == pytest.approx(2 / 3)
     assert row["reward/mean"] == pytest.approx(1 / 3) and row["reward/invalid_frac"] == 0.25
     assert row["rollout/dropped/env_error"] == 1
 

@@ -20,9 +20,9 @@ from common.refit import (
     WeightSender,
     broadcast,
     check_coverage,
-    check_probe,
     checkpoint_tensors,
     checksum,
+    compare_probe,
     connect_store,
     join_group,
     lay_out,
@@ -142,6 +142,25 @@ def test_the_plan_copies_what_the_loader_would_have_loaded(head):
             assert torch.equal(parameter, expected), name
         for name, tensor in tensors:
             assert checksum(read_back(plan[name], tensor)) == checksum(tensor), name
+
+
+def test_the_plan_finds_parts_of_a_tensor_wherever_it_lies_in_a_bucket():
+    # the checkpoint's tensor is fused as [v, k, q] and cut up by the loader; it is a view into a bucket
+    first, second = torch.arange(20.0), torch.arange(20.0) + 50
+    engine = torch.nn.ParameterDict({"qkv": torch.nn.Parameter(torch.zeros(8, 1))})
+
+    def load_weights(weights) -> None:
+        for _, fused in weights:
+            for row, rows, start in ((0, 4, 4), (4, 2, 2), (6, 2, 0)):
+                engine["qkv"].data.narrow(0, row, rows).copy_(fused[start : start + rows])
+
+    plan = learn_plan(load_weights, [("vkq", first[4:12, None])])
+    check_coverage(plan, {"qkv": engine["qkv"]}, {})
+    assert engine["qkv"].flatten().tolist() == [8, 9, 10, 11, 6, 7, 4, 5]
+    fused = second[9:17, None]
+    refit(plan, [("vkq", fused)])
+    assert engine["qkv"].flatten().tolist() == [63, 64, 65, 66, 61, 62, 59, 60]
+    assert checksum(read_back(plan["vkq"], fused)) == checksum(fused)
 
 
 def test_a_tied_head_ends_as_the_embedding_whether_the_engine_shares_or_copies_it():
@@ -373,10 +392,10 @@ def test_the_payload_changes_with_a_step_and_only_with_a_step(monkeypatch):
             parameter.grad = torch.full_like(parameter, gradient)
         optimizer.step()
 
-    one = next(iter(dict(model.named_parameters()).values()))
+    key, value = (dict(model.named_parameters())[f"{ATTENTION}{kind}_proj.weight"] for kind in "kv")
 
     def swap() -> None:
-        one.data[[0, 1]] = one.data[[1, 0]]
+        key.data, value.data = value.data, key.data
 
     between = [lambda: step(0.0), lambda: step(0.5), swap, lambda: None]
     reports, got = transfers(model, torch.float32, between, num_engines=1)
@@ -440,10 +459,6 @@ class RefitEngine:
     async def resume(self):
         self.calls.append("resume")
 
-    async def prompt_logprobs(self, ids):
-        self.calls.append("probe")
-        return [-1.0] * (len(ids) - 1)
-
 
 def refit_calls(fail: bool) -> list[str]:
     calls: list[str] = []
@@ -455,18 +470,18 @@ def refit_calls(fail: bool) -> list[str]:
         worker = RolloutWorker()
         worker.engine = RefitEngine(calls, fail)
         queue = SimpleNamespace(set_version=SimpleNamespace(remote=set_version))
-        return await worker.refit(3, [1, 2, 3], queue)
+        return await worker.refit(3, queue)
 
     if fail:
         with pytest.raises(RefitError, match="checksum of lm_head"):
             asyncio.run(scenario())
     else:
-        assert asyncio.run(scenario())["probe"] == [-1.0, -1.0]
+        assert asyncio.run(scenario())["mode"] == "plan"
     return calls
 
 
 def test_the_version_rises_after_the_weights_and_before_any_new_token():
-    assert refit_calls(fail=False) == ["pause", "receive 3", "version 3", "resume", "probe"]
+    assert refit_calls(fail=False) == ["pause", "receive 3", "version 3", "resume"]
 
 
 def test_an_engine_whose_weights_failed_a_check_is_not_resumed_and_its_version_stays():
@@ -477,20 +492,20 @@ def test_an_engine_whose_weights_failed_a_check_is_not_resumed_and_its_version_s
 
 
 def test_the_probe_tells_noise_from_another_model():
-    assert check_probe([-1.0, -2.0], [-1.0004, -2.0], "float32", "engine 0") == pytest.approx(2e-4, abs=1e-5)
-    assert check_probe([-1.0, -2.0], [-1.1, -2.1], "bfloat16", "engine 0") == pytest.approx(0.1, abs=1e-5)
+    assert compare_probe([-1.0, -2.0], [-1.0004, -2.0], "float32", "") == pytest.approx(2e-4, abs=1e-5)
+    assert compare_probe([-1.0, -2.0], [-1.1, -2.1], "bfloat16", "engine 0") == pytest.approx(0.1, abs=1e-5)
     with pytest.raises(RefitError, match="engine 0"):
-        check_probe([-1.0, -2.0], [-1.1, -2.1], "float32", "engine 0")
+        compare_probe([-1.0, -2.0], [-1.1, -2.1], "float32", "engine 0")
     with pytest.raises(RefitError, match="engine 0"):
-        check_probe([-1.0, -2.0], [-1.5, -2.5], "bfloat16", "engine 0")
+        compare_probe([-1.0, -2.0], [-1.5, -2.5], "bfloat16", "engine 0")
 
 
 @pytest.mark.parametrize("engine", [[math.nan, -2.0], [-math.inf, -2.0], []])
 def test_a_probe_without_numbers_fails(engine):
     with pytest.raises(RefitError):
-        check_probe(engine, [-1.0, -2.0][: len(engine)], "bfloat16", "engine 0")
+        compare_probe(engine, [-1.0, -2.0][: len(engine)], "bfloat16", "engine 0")
 
 
 def test_a_probe_of_another_length_fails():
     with pytest.raises((RefitError, RuntimeError, ValueError)):
-        check_probe([-1.0], [-1.0, -1.0, -1.0], "float32", "engine 0")
+        compare_probe([-1.0], [-1.0, -1.0, -1.0], "float32", "engine 0")

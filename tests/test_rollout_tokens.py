@@ -12,10 +12,12 @@ from common.rollout import next_context, read_completion, rollout_group, transcr
 from common.sample import Rollout
 from tests.fakes import (
     PIECES,
+    PLAIN_TEMPLATE,
     THINKING_TEMPLATE,
     TOOL_TEMPLATE,
     ScriptedEngine,
     ScriptedEnv,
+    ToyTokenizer,
     mark_tokenizer,
     observe,
     plain_tokenizer,
@@ -96,6 +98,15 @@ def test_an_end_of_turn_that_the_policy_did_not_sample_is_not_trained():
     assert rollout.num_actions == 4
 
 
+def test_a_line_feed_cut_off_by_length_does_not_stand_in_for_the_one_of_the_template():
+    tokenizer = ToyTokenizer(PIECES, {"<eot>"}, PLAIN_TEMPLATE.replace("<eot>", ""))
+    engine = ScriptedEngine([reply([1, 11], finish="length"), reply([2, 10])])
+    rollout = play_out(engine, ScriptedEnv("hello", [observe("o"), observe(None)]), tokenizer)
+    ids, mask = row(rollout.segments[0])
+    assert ids == [12, 7, 11, 13, 1, 11, 11, 12, 4, 11, 13, 2, 10]
+    assert mask == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1]
+
+
 def test_a_missing_glue_token_or_a_doubled_end_shows_in_the_delta():
     tokenizer = plain_tokenizer()
     rendered, full = "U:hello\nA:", "U:hello\nA:hello<eot>\nU:o\nA:"
@@ -171,7 +182,7 @@ def test_a_fork_trains_each_sampled_token_once_and_in_its_own_context():
         assert row(segment) == (ids + answer, [0] * len(ids) + [1] * len(answer))
         assert request["prompt_ids"] == ids
     assert rollout.num_actions == sum(map(len, answers)) == engine.sampled_tokens
-    assert rollout_metrics([rollout], [], 0, {})["rollout/forks_mean"] == 2
+    assert rollout_metrics([rollout], [], 0, {}, {})["rollout/forks_mean"] == 2
 
 
 def test_a_turn_after_the_fork_whose_history_stays_goes_on_in_the_forked_row():
@@ -219,7 +230,7 @@ def test_a_broken_record_makes_its_rollout_invalid_with_the_place(broken):
     rollout = play_out(ScriptedEngine([broken]), env)
     assert rollout.invalid == "bad_record"
     assert "7.0" in rollout.info["error"] and "position" in rollout.info["error"], rollout.info["error"]
-    assert rollout_metrics([rollout], [], 0, {})["rollout/dropped/bad_record"] == 1
+    assert rollout_metrics([rollout], [], 0, {}, {})["rollout/dropped/bad_record"] == 1
     assert rollout.segments == [] and env.actions == [], "nothing of it is scored or trained"
 
 

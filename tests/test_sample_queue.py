@@ -255,7 +255,12 @@ def test_a_late_rollout_that_was_invalid_already_keeps_its_reason():
 @pytest.mark.parametrize("inline_bytes", [1 << 20, 10], ids=["in the call", "by reference"])
 def test_a_group_comes_out_of_the_queue_as_it_went_in(inline_bytes, monkeypatch):
     store = {}
-    fake_ray = SimpleNamespace(put=lambda data: store.setdefault("reference", data) and "reference", get=store.get)
+
+    def put(data) -> str:
+        store["reference"] = data
+        return "reference"
+
+    fake_ray = SimpleNamespace(put=put, get=store.__getitem__)
     monkeypatch.setattr(common.sample_queue, "ray", fake_ray)
     monkeypatch.setattr(common.sample_queue, "INLINE_BYTES", inline_bytes)
     sent = [crossing_rollout(), crossing_rollout()]

@@ -1,5 +1,4 @@
-"""The toy task: reverse four digits. A model of 80,000 parameters learns it on two cores in well under a
-minute."""
+"""The toy task: reverse four digits. The `tiny` model learns it on two cores in well under a minute."""
 
 import random
 
@@ -24,12 +23,12 @@ class Reverse(Env):
         return task["prompt"]
 
     def step(self, action: str) -> Step:
-        """Half the reward for the share of right positions, half for the exact answer; the score is the
-        latter.
+        """Half the reward for the share of right positions, half for the exact answer, which is the score.
 
-        Nothing is stripped: a fifth character makes the answer wrong, so ending the turn in time is learned
-        too.
+        The end of the turn is a fifth position, right if exactly four characters come before it. Without it,
+        ending early costs reward and ending in time brings none until an answer is exact, so a policy that is
+        seldom exact learns never to end, and then no answer is.
         """
-        right = sum(given == wanted for given, wanted in zip(action, self.answer))
+        right = sum(given == wanted for given, wanted in zip(action, self.answer)) + (len(action) == DIGITS)
         exact = float(action == self.answer)
-        return Step(reward=0.5 * right / DIGITS + 0.5 * exact, score=exact)
+        return Step(reward=0.5 * right / (DIGITS + 1) + 0.5 * exact, score=exact)
