@@ -38,9 +38,8 @@ def encode_conversation(tokenizer, messages: list[dict]) -> tuple[list[int], lis
             )
         piece = tokenizer(text[len(done) :], add_special_tokens=False)["input_ids"]
         end = len(piece)
-        while (
-            end and not tokenizer.decode([piece[end - 1]]).strip()
-        ):  # whitespace after the token that ends the turn
+        # Whitespace after the token that ends the turn belongs to the template.
+        while end and not tokenizer.decode([piece[end - 1]]).strip():
             end -= 1
         ids += piece
         mask += [learned] * end + [0] * (len(piece) - end)

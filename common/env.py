@@ -49,7 +49,7 @@ class Env:
         raise NotImplementedError
 
     def step(self, action: str) -> Step:
-        """The policy's answer as text, without special tokens."""
+        """The policy's answer as text, without the token that ended the turn."""
         raise NotImplementedError
 
 

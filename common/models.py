@@ -42,7 +42,7 @@ def resolve_model(name: str) -> str:
         return cached("tiny", sources, build_warm_tiny)
     if name == "smollm2":
         return cached("smollm2", [build_smollm2], build_smollm2)
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():  # an empty name would be the current directory
         return name
     if not Path(name).exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         return name
@@ -163,8 +163,8 @@ def save(model, tokenizer, directory) -> str:
 
 
 def build_warm_tiny(directory: Path) -> None:
-    """`tiny`: the random model after a little SFT on Reverse, about 0.2 right when greedy, so that RL has a
-    start.
+    """`tiny`: the random model after a little SFT on Reverse, about WARM_SCORE right when greedy, so that RL
+    has a start.
 
     Every batch is of new tasks, so the share it gets right before its own step is the score on unseen ones.
     (A greedy answer is right exactly if each token of the true answer is the most likely one after those

@@ -218,7 +218,8 @@ async def play(
         except RecordError as error:
             rollout.invalid, rollout.info["error"] = "bad_record", f"{rollout.rollout_id}: {error}"
             return rollout
-        action = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        stopped = completion.finish_reason == "stop"
+        action = tokenizer.decode(completion.token_ids[:-1] if stopped else completion.token_ids)
         try:
             step = env.step(action)
             if not isinstance(step, Step):

@@ -36,11 +36,12 @@ def step_rows() -> list[list[dict]]:
     return rollouts
 
 
-def rank_process(rank: int, alone, together, path: str, out: str) -> None:
+def rank_process(rank: int, alone, together, paths: dict[str, str], out: str) -> None:
     """A rank of two; before that, rank 0 trains alone. The queues carry the rendezvous port of each run."""
-    if rank == 0:
-        train(0, 1, alone, path, out)
-    train(rank, 2, together, path, out)
+    for model, path in paths.items():
+        if rank == 0:
+            train(0, 1, alone, path, f"{out}/{model}.1.0")
+        train(rank, 2, together, path, f"{out}/{model}.2.{rank}")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,23 +75,24 @@ def train(rank: int, num_ranks: int, port, path: str, out: str) -> None:
         reported = trainer.train_step(make_minibatches(step_rows(), args, step=5)[rank], 0.0)
         results[case] = reported, {name: whole(parameter.grad) for name, parameter in named.items()}
     results["moved"] = [name for name, parameter in named.items() if not torch.equal(parameter, before[name])]
-    torch.save(results, f"{out}/{num_ranks}.{rank}")
+    torch.save(results, out)
     torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory) -> str:
-    return make_tiny(tmp_path_factory.mktemp("model") / "tiny")
+def paths(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {"dense": make_tiny(folder / "dense"), "moe": make_tiny(folder / "moe", moe=True, tied=False)}
 
 
 @pytest.fixture(scope="module")
-def results(model_path, tmp_path_factory) -> dict:
-    """(ranks, rank) -> what `train` saved."""
+def all_results(paths, tmp_path_factory) -> dict:
+    """model -> (ranks, rank) -> what `train` saved."""
     out, context = str(tmp_path_factory.mktemp("out")), torch.multiprocessing.get_context("spawn")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setenv("OMP_NUM_THREADS", "1")
-        shared = context.Queue(), context.Queue(), model_path, out
+        shared = context.Queue(), context.Queue(), paths, out
         processes = [context.Process(target=rank_process, args=(rank, *shared)) for rank in (0, 1)]
         for process in processes:
             process.start()
@@ -99,8 +101,17 @@ def results(model_path, tmp_path_factory) -> dict:
         if process.is_alive():
             process.kill()
     assert [process.exitcode for process in processes] == [0, 0], "see the captured output of the ranks"
-    ranks = (1, 0), (2, 0), (2, 1)
-    return {(size, rank): torch.load(f"{out}/{size}.{rank}", weights_only=False) for size, rank in ranks}
+
+    def load(model: str, size: int, rank: int) -> dict:
+        return torch.load(f"{out}/{model}.{size}.{rank}", weights_only=False)
+
+    return {model: {who: load(model, *who) for who in ((1, 0), (2, 0), (2, 1))} for model in paths}
+
+
+@pytest.fixture(params=["dense", "moe"])
+def results(request, all_results) -> dict:
+    """(ranks, rank) -> what `train` saved: of a dense model with a tied head, of an MoE without one."""
+    return all_results[request.param]
 
 
 def flat(gradients: dict) -> torch.Tensor:
@@ -108,15 +119,16 @@ def flat(gradients: dict) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def oracle(model_path) -> dict:
-    """Gradient of the whole step in float64, row by row, from the model and the formula alone.
+def oracle(paths) -> dict:
+    """The dense model's gradient of the whole step in float64, row by row, from the formula alone.
 
     On the first update old = pi, so a token's gradient is that of -w A log pi with the constant
     w = min(pi / mu, 2). The KL to the starting policy, which is pi itself here, is 0 with gradient 0.
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64, attn_implementation="eager")
+    kind = {"dtype": torch.float64, "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(paths["dense"], **kind)
     rows = [row for rollout in step_rows() for row in rollout]
     total = 0.0
     for row in rows:
@@ -142,10 +154,10 @@ def test_a_learning_rate_of_zero_left_the_weights_alone(results):
 
 
 @pytest.mark.parametrize("variant", ["plain", "kl"])
-def test_the_gradient_is_that_of_the_formula(results, oracle, variant):
+def test_the_gradient_is_that_of_the_formula(all_results, oracle, variant):
     reference = flat(oracle)
     assert reference.norm() > 0.01
-    for who, result in results.items():
+    for who, result in all_results["dense"].items():
         _, gradients = result[variant, 10_000, NO_CLIP]
         assert list(gradients) == list(oracle)
         assert (flat(gradients) - reference).norm() <= 1e-5 * reference.norm(), who
@@ -161,8 +173,8 @@ def test_the_gradient_does_not_depend_on_ranks_and_micro_batches(results, varian
             assert difference.norm() <= 1e-5 * reference.norm(), (who, tokens)
 
 
-def test_clipping_scales_to_the_global_norm(results, oracle):
-    norm = flat(oracle).norm()
+def test_clipping_scales_to_the_global_norm(results):
+    norm = flat(results[1, 0]["plain", 10_000, NO_CLIP][1]).norm()
     assert norm > 2 * CLIP
     for who, result in results.items():
         for tokens in TOKENS:
