@@ -408,7 +408,7 @@ def mark_late(rollouts: list[Rollout], version: int, max_staleness: int, late: s
         lags += rollout_lags.tolist()
         overdue = int((rollout_lags > max_staleness).sum())
         num_late += overdue
-        if overdue and late == "drop":
+        if overdue and late == "drop" and not rollout.invalid:
             rollout.invalid = "late"
         if overdue and late == "mask":
             for segment in rollout.segments:
@@ -437,7 +437,7 @@ def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[list
     ranks)]."""
     shuffled = np.random.default_rng([args.seed, step]).permutation(len(rows))
     per_rank: list[list] = [[] for _ in range(args.parallel.num_trainers)]
-    for part in np.array_split(shuffled, args.minibatches):
+    for part in np.array_split(shuffled, min(args.minibatches, len(rows))):
         members = [row for index in part for row in rows[index]]
         num_tokens = sum(int(row["action_mask"].sum()) for row in members)
         batches = micro_batches(members, args.parallel.num_trainers, args.parallel.micro_batch_tokens)

@@ -51,7 +51,8 @@ class LogprobHead:
             else:  # only the last chunk's logits would be needed again: recompute each in the backward pass
                 parts.append(checkpoint(chunk_logprobs, *chunk, self.temperature, use_reentrant=False))
         logprobs, entropies = (torch.cat(values) for values in zip(*parts))
-        return torch.stack([logprobs, entropies], dim=-1).unflatten(0, self.targets_BS.shape)
+        values = torch.stack([logprobs, entropies], dim=-1).unflatten(0, self.targets_BS.shape)
+        return values.clone()  # FSDP warns of outputs that are views
 
     def __call__(self, model, input_ids_BS, targets_BS, temperature: float):
         """(log-probs, entropies) of `targets_BS` given `input_ids_BS` up to the same position, both [B, S],

@@ -90,7 +90,7 @@ def rollout_metrics(
         row["staleness/late_token_frac"] = num_late / len(lags)
     return row | {
         "reward/invalid_frac": 1 - len(valid) / len(rollouts),
-        "rollout/len_mean": float(np.mean([rollout.num_actions for rollout in rollouts])),
+        "rollout/len_mean": float(np.mean([rollout.num_sampled for rollout in rollouts])),
         "rollout/truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
         "rollout/turns_mean": float(np.mean([len(rollout.rewards) for rollout in rollouts])),
         "rollout/forks_mean": float(np.mean([max(len(rollout.segments) - 1, 0) for rollout in rollouts])),

@@ -33,7 +33,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
     The sum of value x odd weight modulo 2^64, so changing one element, or swapping two, always changes it.
     """
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[tensor.element_size()]
     flat = tensor.detach().contiguous().reshape(-1).view(width)
     weights = 2 * torch.arange(min(CHUNK, len(flat)), device=flat.device) * 0x1E3779B97F4A7C15 + 1
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -185,6 +185,9 @@ def read_back(copies: list[Copy], like: torch.Tensor) -> torch.Tensor:
     held = torch.empty_like(like, memory_format=torch.contiguous_format)
     for copy in copies:
         copy.source(held).copy_(copy.destination)
+    for copy in copies:
+        if not torch.equal(copy.source(held).to(copy.destination.dtype), copy.destination):
+            raise RefitError("the places that a weight was copied to differ")
     return held
 
 
@@ -284,6 +287,8 @@ def compare_probe(engine: list[float], trainer: list[float], dtype: str, where: 
 
     It catches what no checksum can: copies of a weight that a kernel keeps in a layout of its own.
     """
+    if len(engine) != len(trainer):
+        raise RefitError(f"{where}: {len(engine)} log-probs of the probe, the trainer has {len(trainer)}")
     difference = (torch.tensor(engine) - torch.tensor(trainer)).abs().mean().item()
     bound = 1e-3 if dtype == "float32" else 0.2
     if not difference <= bound:

@@ -80,7 +80,8 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.report: dict = {}
 
     def start_weight_update(self) -> None:
-        if self.mode == "reload":
+        self.reloading = self.mode == "reload"  # not yet at the gate, which runs its own reload
+        if self.reloading:
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, info: UpdateInfo) -> None:
@@ -120,10 +121,13 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 copy.destination.copy_(copy.source(tensor))
 
     def finish_weight_update(self) -> None:
-        if self.mode == "reload":
-            finalize_layerwise_reload(self.model, self.model_config)
-            self._rerun_forgotten_hooks()
+        if self.reloading:
+            self._finish_reload()
         self._check_resident()
+
+    def _finish_reload(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._rerun_forgotten_hooks()
 
     def _rerun_forgotten_hooks(self) -> None:
         """Two packings that vLLM 0.32 makes at the first load only: a tied head on CPU, and experts on
@@ -184,8 +188,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     self.repacked.add(name)
             initialize_layerwise_reload(self.model)
             self.model.load_weights(tensors)
-            finalize_layerwise_reload(self.model, self.model_config)
-            self._rerun_forgotten_hooks()
+            self._finish_reload()
             changed = self._changed(before)
         if changed:
             raise RefitError(f"gate: sending the engine its own weights changed {', '.join(changed)}")

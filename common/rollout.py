@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -153,12 +154,12 @@ class Engine:
 def read_completion(output) -> Completion:
     """One vLLM CompletionOutput, checked: a log-prob for each sampled id, a version for each."""
     token_ids, flat = list(output.token_ids), output.logprobs
-    if flat is None or list(flat.token_ids) != token_ids:
-        raise RecordError("the engine's log-probs are not those of the sampled ids")
+    ids, values = (flat.token_ids, flat.logprobs) if flat is not None else ([], [])
+    logprobs = [value if i == j else None for i, j, value in zip_longest(token_ids, ids, values)]
     versions = np.full(len(token_ids), -1, np.int32)
     for span in output.weight_versions or []:
         versions[span.start : span.end] = int(span.version)
-    return Completion(token_ids, list(flat.logprobs), versions, output.finish_reason)
+    return Completion(token_ids, logprobs, versions, output.finish_reason)
 
 
 # --- Episodes
@@ -207,8 +208,13 @@ async def play(
     for turn in range(env.max_turns):
         ids = [*(segment.token_ids.tolist() if segment else []), *context]
         room = min(max_new_tokens, engine.max_model_len - len(ids))
-        if room < 1:
-            break  # the context is full: the episode ends truncated, as its last finish reason says
+        if room < 1:  # the context is full
+            played = [*rollout.segments, segment] if segment else rollout.segments
+            if played:
+                played[-1].finish_reason = "length"
+            else:
+                rollout.invalid, rollout.info["error"] = "no_room", f"a prompt of {len(ids)} tokens"
+            break
         completion = first if turn == 0 and first else (await engine.generate(ids, 1, temperature, room))[0]
         try:
             segment = extend_segment(
@@ -225,14 +231,14 @@ async def play(
             if not isinstance(step, Step):
                 raise TypeError(f"step() returned a {type(step).__name__}, not a Step")
             rollout.rewards.append(check_reward(step.reward))
+            score = rollout.reward if step.score is None else check_reward(step.score)
+            rollout.info |= {**step.info, "score": score}
         except RecordError as error:
             rollout.invalid, rollout.info["error"] = "bad_reward", str(error)
         except Exception as error:  # the user's code may raise anything; the run goes on
             rollout.invalid, rollout.info["error"] = "env_error", f"{type(error).__name__}: {error}"
         if rollout.invalid:
             break
-        rollout.info |= step.info
-        rollout.info["score"] = step.score if step.score is not None else rollout.reward
         if step.observation is None:
             break
         turns = [{"role": "assistant", "content": action}, {"role": "user", "content": step.observation}]
@@ -258,15 +264,21 @@ async def rollout_group(
 
     An episode that is not over after `timeout_s` seconds is invalid with the reason "timeout".
     """
-    envs = [make_env() for _ in range(group_size)]
-    prompts = [as_messages(env.reset(task)) for env in envs]
-    rendered = [render(tokenizer, prompts[0])]
-    rendered += [rendered[0] if p == prompts[0] else render(tokenizer, p) for p in prompts[1:]]
-    ids = {text: encode(tokenizer, text) for text in set(rendered)}
     rollouts = [
-        Rollout(f"{ticket}.{index}", f"g{ticket}", ticket, str(prompt_id), [], [])
-        for index in range(group_size)
+        Rollout(f"{ticket}.{index}", f"g{ticket}", ticket, str(prompt_id), [], []) for index in range(group_size)
     ]
+    envs, prompts, rendered = [], [], []
+    try:
+        for _ in range(group_size):
+            envs.append(make_env())
+            prompts.append(as_messages(envs[-1].reset(task)))
+            same = len(prompts) > 1 and prompts[-1] == prompts[0]
+            rendered.append(rendered[0] if same else render(tokenizer, prompts[-1]))
+    except Exception as error:  # the user's code may raise anything; the run goes on
+        for rollout in rollouts:
+            rollout.invalid, rollout.info["error"] = "env_error", f"{type(error).__name__}: {error}"
+        return rollouts
+    ids = {text: encode(tokenizer, text) for text in set(rendered)}
     first: list[Completion | None] = [None] * group_size
     over: set[int] = set()
 
@@ -279,8 +291,8 @@ async def rollout_group(
 
     try:
         async with asyncio.timeout(timeout_s):
-            if envs[0].max_turns == 1 and len(ids) == 1:
-                room = min(max_new_tokens, engine.max_model_len - len(ids[rendered[0]]))
+            room = min(max_new_tokens, engine.max_model_len - len(ids[rendered[0]]))
+            if envs[0].max_turns == 1 and len(ids) == 1 and room > 0:
                 first = await engine.generate(ids[rendered[0]], group_size, temperature, room)
             await asyncio.gather(*(episode(index) for index in range(group_size)))
     except TimeoutError:
@@ -293,8 +305,8 @@ async def rollout_group(
 def transcript(rollout: Rollout, tokenizer, advantage: float | None) -> dict:
     """A rollout as text and numbers, for samples.jsonl."""
     segments = rollout.segments
-    actions = [int(segment.action_mask.argmax()) for segment in segments]  # the first sampled token of each
-    versions = [v for segment in segments for v in segment.versions[segment.action_mask].tolist()]
+    actions = [int((segment.versions >= 0).argmax()) for segment in segments]  # the first sampled token
+    versions = [v for segment in segments for v in segment.versions.tolist() if v >= 0]
     return {
         "ticket": rollout.ticket,
         "rollout_id": rollout.rollout_id,
@@ -303,7 +315,7 @@ def transcript(rollout: Rollout, tokenizer, advantage: float | None) -> dict:
         "reward": rollout.reward,
         "advantage": advantage,
         "versions": [min(versions), max(versions)] if versions else None,
-        "num_actions": rollout.num_actions,
+        "num_actions": rollout.num_sampled,
         "invalid": rollout.invalid,
         "info": rollout.info,
     }

@@ -81,6 +81,10 @@ class Rollout:
         return sum(segment.num_actions for segment in self.segments)
 
     @property
+    def num_sampled(self) -> int:
+        return sum(int((segment.versions >= 0).sum()) for segment in self.segments)
+
+    @property
     def truncated(self) -> bool:
         return bool(self.segments) and self.segments[-1].truncated
 
@@ -108,9 +112,9 @@ def extend_segment(
     missing.
     """
     if len(logprobs) != len(sampled_ids) or len(versions) != len(sampled_ids):
-        raise RecordError(
-            f"{len(sampled_ids)} sampled ids, {len(logprobs)} log-probs, {len(versions)} versions"
-        )
+        lengths = len(sampled_ids), len(logprobs), len(versions)
+        message = "position {} of the turn: {} sampled ids, {} log-probs, {} versions"
+        raise RecordError(message.format(min(lengths), *lengths))
     missing = [position for position, value in enumerate(logprobs) if value is None]
     if missing:
         raise RecordError(f"position {missing[0]} of the turn: log-prob is missing")

@@ -36,17 +36,16 @@ class SampleQueue:
     """Tickets out, finished groups in.
 
     `order` "arrival" trains the P oldest finished groups, "ticket" the next P tickets that were not dropped.
-    `first_ticket` is where a resumed run goes on.
+    A resumed run goes on at `first_ticket` and `first_version`. Nothing is admitted before the first refit.
     """
 
     def __init__(
-        self, groups_per_step: int, max_staleness: int, order: str, first_ticket: int = 0, version: int = -1
+        self, groups_per_step: int, max_staleness: int, order: str, first_ticket: int = 0, first_version: int = 0
     ):
         self.groups_per_step, self.max_staleness, self.order = groups_per_step, max_staleness, order
-        self.version = version  # -1 until the first refit: nothing is admitted before it
+        self.version, self.first_version = -1, first_version
         self.next_ticket_number = self.next_to_train = first_ticket
-        self.admitted = 0  # tickets handed out and not dropped, counted from the first step of this process
-        self.first_version = max(version, 0)
+        self.admitted = 0  # tickets handed out here and not dropped
         self.finished: dict[int, object] = {}
         self.dropped: set[int] = set()
         self.drop_reasons: Counter = Counter()
@@ -137,7 +136,8 @@ class SampleQueue:
 
     async def set_version(self, version: int) -> None:
         """The engines now hold `version`; admission moves on. A repeat of the same version adds nothing."""
-        if version not in (self.version, self.version + 1) and self.version >= 0:
+        allowed = (self.version, self.version + 1) if self.version >= 0 else (self.first_version,)
+        if version not in allowed:
             raise RuntimeError(f"version {self.version} cannot become {version}")
         self.version = version
         await self._notify()
