@@ -34,6 +34,7 @@ Edit here: advantage -> group_advantages | loss -> policy_loss | correction -> i
 """
 
 import asyncio
+import functools
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal
@@ -190,6 +191,12 @@ def kl_loss(logprobs_BS, ref_logprobs_BS, mask_BS) -> torch.Tensor:
 
 
 # --- Rollout
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, num_tasks: int) -> np.ndarray:
+    """The order in which an epoch goes through the tasks."""
+    return np.random.default_rng([seed, epoch]).permutation(num_tasks)
 
 
 class RolloutWorker:

@@ -118,22 +118,19 @@ def extend_segment(
     missing = [position for position, value in enumerate(logprobs) if value is None]
     if missing:
         raise RecordError(f"position {missing[0]} of the turn: log-prob is missing")
-    empty = Segment(
-        np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32), np.zeros(0, np.int32), [], ""
-    )
-    old, gap = segment or empty, len(context_ids)
-    token_ids = np.concatenate(
-        [old.token_ids, np.asarray(context_ids, np.int32), np.asarray(sampled_ids, np.int32)]
-    )
-    mask = np.concatenate([old.action_mask, np.zeros(gap, bool), np.ones(len(sampled_ids), bool)])
-    return Segment(
-        token_ids=token_ids,
-        action_mask=mask,
-        logprobs=np.concatenate([old.logprobs, np.zeros(gap, np.float32), np.asarray(logprobs, np.float32)]),
-        versions=np.concatenate([old.versions, np.full(gap, -1, np.int32), np.asarray(versions, np.int32)]),
-        turn_ends=[*old.turn_ends, len(token_ids)],
-        finish_reason=finish_reason,
-    )
+    gap, total = len(context_ids), len(context_ids) + len(sampled_ids)
+    turn = {
+        "token_ids": np.array([*context_ids, *sampled_ids], np.int32),
+        "action_mask": np.arange(total) >= gap,
+        "logprobs": np.array([0.0] * gap + list(logprobs), np.float32),
+        "versions": np.full(total, -1, np.int32),
+    }
+    turn["versions"][gap:] = versions
+    ends = [total]
+    if segment is not None:
+        turn = {name: np.concatenate([getattr(segment, name), array]) for name, array in turn.items()}
+        ends = [*segment.turn_ends, len(segment.token_ids) + total]
+    return Segment(**turn, turn_ends=ends, finish_reason=finish_reason)
 
 
 def check_reward(value) -> float:

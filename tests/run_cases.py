@@ -1,0 +1,37 @@
+"""Runs with one thing broken on purpose: python -m tests.run_cases NAME OUTPUT_DIR. See test_run.py."""
+
+import sys
+
+from algos import grpo
+from common import checks
+from common.logger import LogFlags
+from common.parallel import build_model
+from common.refit import WeightSender
+
+
+def skip_refits() -> None:
+    """From version 2 on a refit does nothing, and says that it did."""
+    refit = grpo.refit
+    grpo.refit = lambda run, version, timeout_s: (
+        refit(run, version, timeout_s) if version < 2 else run.last_refit | {"version": version, "changed": True}
+    )
+
+
+class StaleSender(grpo.Trainer):
+    """Trains one model and sends another one, which stays as it started."""
+
+    def setup(self, host: str, port: int, engine_dtype: str) -> str:
+        description = super().setup(host, port, engine_dtype)
+        untrained, sender = build_model(self.model_path, self.device), self.sender
+        self.sender = WeightSender(untrained, self.rank, sender.dtype, sender.timeout_s)
+        return description
+
+
+def send_stale_weights() -> None:
+    start_run = grpo.start_run
+    grpo.start_run = lambda args, log, worker, trainer: start_run(args, log, worker, StaleSender)
+
+
+if __name__ == "__main__":
+    {"skip_refits": skip_refits, "send_stale_weights": send_stale_weights}[sys.argv[1]]()
+    checks.run(grpo.main, grpo.Args(max_steps=6, log=LogFlags(output_dir=sys.argv[2])))

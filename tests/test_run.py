@@ -1,0 +1,235 @@
+"""Real runs of `algos/grpo.py` with the tiny model, in processes of their own: what they train, and how they die.
+
+A run takes most of a minute, nearly all of it start-up, so each test asserts all that its run can show.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from algos.grpo import mark_late
+from common.metrics import rollout_metrics
+from common.models import resolve_model
+from common.sample import Rollout, Segment
+
+ROOT = Path(__file__).parents[1]
+PROMPTS, GROUP = 16, 8  # of a step, by default
+TOLD_WITHIN_S, GONE_WITHIN_S, RUN_WITHIN_S = 30, 10, 300
+BY_TICKET = ("--order", "ticket", "--max-staleness", "2", "--samples-per-step", "1000")
+
+
+class Driver:
+    """A run's first process, its output, and every process below it that was ever seen."""
+
+    def __init__(self, output_dir: Path, *command: str):
+        self.output_dir, self.output_file = output_dir, output_dir.with_suffix(".out")
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        with open(self.output_file, "wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *command], cwd=ROOT, env=environment, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        self.seen: set[psutil.Process] = set()
+
+    def watch(self) -> None:
+        """Adds the processes that are below the driver now. Those whose parent has died stay known."""
+        known = {self.process.pid, *(process.pid for process in self.seen)}
+        for process in psutil.process_iter():  # by pid, so mostly parents first; the next call gets the rest
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.pid == self.process.pid or process.ppid() in known:
+                    known.add(process.pid)
+                    self.seen.add(process)
+
+    def left(self) -> list[str]:
+        """The processes of the run that still run."""
+        names = []
+        for process in self.seen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    names.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+        return names
+
+    def wait_until(self, condition, seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{self.output()[-4000:]}"
+            self.watch()
+            time.sleep(0.5)
+
+    def wait_for_rows(self, count: int) -> None:
+        def enough() -> bool:
+            assert self.process.poll() is None, self.output()[-4000:]
+            return len(self.read("metrics.jsonl")) >= count
+
+        self.wait_until(enough, RUN_WITHIN_S, f"{count} rows of metrics")
+
+    def wait_for_end(self, seconds: float = RUN_WITHIN_S) -> int:
+        """The exit code, when every process of the run is gone."""
+        self.wait_until(lambda: self.process.poll() is not None, seconds, "the end of the run")
+        self.wait_until(lambda: not self.left(), GONE_WITHIN_S, f"no process left of {self.left()}")
+        return self.process.returncode
+
+    def kill_one(self, title: str) -> None:
+        """SIGKILL to the process of the run whose title has `title`."""
+        self.watch()
+        victims = [process for process in self.seen if title in " ".join(process.cmdline())]
+        assert len(victims) == 1, [process.cmdline() for process in self.seen]
+        victims[0].kill()
+
+    def output(self) -> str:
+        return self.output_file.read_text(errors="replace")
+
+    def read(self, name: str) -> list[dict]:
+        """The whole lines of a file of the run; all of them must parse."""
+        path = self.output_dir / name
+        lines = path.read_text().splitlines(True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def end(self) -> None:
+        self.watch()
+        for process in self.seen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(30)
+
+
+@pytest.fixture
+def drive(tmp_path):
+    """Starts runs: drive("algos.grpo", flags...). Whatever is left of them at the test's end is killed."""
+    drivers = []
+
+    def start(module: str, *arguments: str) -> Driver:
+        output_dir = tmp_path / f"run{len(drivers)}"
+        where = ("--output-dir", str(output_dir)) if module == "algos.grpo" else (str(output_dir),)
+        drivers.append(Driver(output_dir, module, *arguments, *where))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        driver.end()
+
+
+def prompts_by_step(run: Driver) -> list[list[tuple[int, str]]]:
+    """For each step the (ticket, prompt) of its rollouts, in order."""
+    steps: list[list] = [[] for _ in run.read("metrics.jsonl")]
+    for sample in run.read("samples.jsonl"):
+        if sample["step"] < len(steps):
+            steps[sample["step"]].append((sample["ticket"], sample["prompt"]))
+    return steps
+
+
+def test_a_synchronous_run_on_two_engines_and_two_ranks_is_on_policy_and_writes_all_its_files(drive):
+    run = drive(
+        "algos.grpo", "--model", "tiny", "--env", "reverse", "--max-staleness", "0", "--max-steps", "6",
+        "--eval-every", "3", "--save-every", "3", "--num-engines", "2", "--num-trainers", "2",
+    )  # fmt: skip
+    assert run.wait_for_end() == 0, run.output()[-4000:]
+    rows = run.read("metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(6))
+    for row in rows:
+        assert row["mismatch/abs_mean"] <= 1e-5  # fp32 on both sides: what is left is the order of sums
+        assert row["staleness/max"] == 0 and row["staleness/late_token_frac"] == 0
+        assert row["rollout/overlap_frac"] == 0
+        assert row["ratio/clip_low_frac"] == row["ratio/clip_high_frac"] == 0  # one update: pi is old
+        assert row["grad_norm"] > 0
+    assert [row["step"] for row in rows if "eval/reverse/mean" in row] == [0, 3]
+    assert [row["step"] for row in rows if "eval_end/reverse/mean" in row] == [5]
+    assert len(run.read("samples.jsonl")) == 6 * 2
+    assert json.loads((run.output_dir / "config.json").read_text())["flags"]["max_staleness"] == 0
+    summary = json.loads((run.output_dir / "summary.json").read_text())
+    assert summary["steps"] == 6 and summary["checkpoint"] == f"{run.output_dir}/checkpoints/step_6"
+    assert (run.output_dir / "curve.png").stat().st_size > 1000
+
+    checkpoints = ["step_3", "step_6"]
+    assert sorted(path.name for path in (run.output_dir / "checkpoints").iterdir()) == checkpoints
+    paths = [resolve_model("tiny"), *(run.output_dir / "checkpoints" / name for name in checkpoints)]
+    start, middle, end = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in paths)
+    assert start.keys() == end.keys() and all(tensor.isfinite().all() for tensor in end.values())
+    moved = [name for name in start if not torch.equal(start[name], end[name])]
+    assert moved == list(start)  # every tensor trains, through two FSDP ranks
+    assert any(not torch.equal(middle[name], end[name]) for name in start)
+
+
+def test_an_asynchronous_run_in_ticket_order_overlaps_and_trains_the_same_again_until_ctrl_c(drive):
+    run = drive("algos.grpo", "--model", "tiny", "--env", "reverse", "--max-steps", "8", *BY_TICKET)
+    assert run.wait_for_end() == 0, run.output()[-4000:]
+    rows, steps = run.read("metrics.jsonl"), prompts_by_step(run)
+    assert len(rows) == 8
+    assert all(row["staleness/max"] <= 2 for row in rows) and any(row["staleness/max"] for row in rows)
+    assert all(row["rollout/overlap_frac"] > 0 for row in rows[2:])
+    for step, prompts in enumerate(steps):
+        tickets = range(step * PROMPTS, (step + 1) * PROMPTS)
+        assert [ticket for ticket, _ in prompts] == [t for t in tickets for _ in range(GROUP)]
+
+    again = drive("algos.grpo", "--model", "tiny", "--env", "reverse", "--max-steps", "1000", *BY_TICKET)
+    again.wait_for_rows(5)
+    again.process.send_signal(signal.SIGINT)
+    assert again.wait_for_end(TOLD_WITHIN_S) == 130, again.output()[-4000:]
+    after = again.output().partition("run ended: KeyboardInterrupt")[2]
+    assert "Traceback" not in after and len(after.splitlines()) <= 4, after
+    rows = again.read("metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert (again.output_dir / "metrics.jsonl").read_text().endswith("\n")
+    assert prompts_by_step(again)[:5] == steps[:5]
+
+
+@pytest.mark.parametrize(
+    "title, name",
+    [("VLLM::EngineCore", "engine"), ("ray::RolloutWorker", "engine"), ("ray::Trainer", "trainer")],
+)
+def test_a_killed_process_ends_the_run_at_once_and_its_last_line_names_it(drive, title, name):
+    run = drive("algos.grpo", "--model", "tiny", "--env", "reverse", "--max-steps", "1000")
+    run.wait_for_rows(3)
+    run.kill_one(title)
+    assert run.wait_for_end(TOLD_WITHIN_S) == 1
+    print(run.output())
+    assert name in run.output().splitlines()[-1]
+    assert f"run ended: RunError: {name}" in run.output()
+
+
+@pytest.mark.parametrize(
+    "case, rows, message",
+    [
+        ("skip_refits", 2, "step 2 starts while the engines hold version 1: a refit is missing"),
+        ("send_stale_weights", 0, "step 0 moved the weights, and the payload of its refit did not change"),
+    ],
+)
+def test_a_refit_that_did_not_happen_ends_the_run(drive, case, rows, message):
+    run = drive("tests.run_cases", case)
+    assert run.wait_for_end() == 1
+    print(run.output())
+    assert message in run.output().splitlines()[-1]
+    assert len(run.read("metrics.jsonl")) == rows
+
+
+@pytest.mark.parametrize(
+    "late, trained, invalid",
+    [("keep", [0, 1, 1, 1], None), ("mask", [0, 0, 1, 1], None), ("drop", [0, 1, 1, 1], "late")],
+)
+def test_late_tokens_are_counted_and_then_kept_masked_or_dropped(late, trained, invalid):
+    # a prompt token, then tokens of versions 1, 2, 4; at version 4 they lag 3, 2, 0, and the bound is 2
+    segment = Segment(
+        token_ids=np.arange(4, dtype=np.int32), action_mask=np.array([False, True, True, True]),
+        logprobs=np.zeros(4, np.float32), versions=np.array([-1, 1, 2, 4], np.int32), turn_ends=[4],
+        finish_reason="stop",
+    )  # fmt: skip
+    rollout = Rollout("0.0", "g0", 0, "0", [segment], [1.0])
+    lags, num_late = mark_late([rollout], 4, 2, late)
+    assert (sorted(lags), num_late) == ([0, 2, 3], 1)
+    assert segment.action_mask.tolist() == [bool(value) for value in trained]
+    assert rollout.invalid == invalid
+    row = rollout_metrics([rollout], lags, num_late, {}, {})
+    assert row["staleness/max"] == 3 and row["staleness/late_token_frac"] == 1 / 3
+    assert row["staleness/hist"] == [1, 0, 1, 1] and row["rollout/len_mean"] == 3
+    assert row.get("rollout/dropped/late", 0) == (late == "drop")
