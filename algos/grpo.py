@@ -70,9 +70,9 @@ class Args:
     """What is trained on: reverse, jsonl:FILE, or path/to/file.py:Class."""
     eval_env: str | None = None
     """What is evaluated on, by greedy answers to its eval split. Default: the same as --env."""
-    max_steps: int = 150
+    max_steps: int = 120
     """Optimizer steps times epochs times minibatches make the updates; a step trains one batch of groups."""
-    eval_every: int = 25
+    eval_every: int = 20
     """Steps between evaluations. Step 0 (the untrained policy) and the end are always evaluated."""
     seed: int = 1
     """Data order, sampling and minibatches."""

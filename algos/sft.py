@@ -1,6 +1,150 @@
-"""SFT: supervised fine-tuning on chat conversations, with the loss on the assistant's turns alone."""
+"""SFT: supervised fine-tuning on chat conversations, with the loss on the assistant's turns alone.
 
+    L = -1/N sum_t m_t log p(y_t | y_<t)                 N = sum_t m_t over the step's conversations
+
+y are the tokens of a conversation under the model's chat template; m_t is 1 on what the model has to say
+(each assistant turn and the token that ends it) and 0 on everything else.
+
+What is chosen here, and why:
+  1. token mean over the step (N = its tokens with loss, all ranks): how it is split into micro-batches and
+     ranks changes nothing;
+  2. turns are tokenised one by one, as in a rollout: the model learns the tokens that it will have to sample;
+  3. every assistant turn has loss, the earlier ones of a conversation too;
+  4. conversations are padded, not packed: none can attend to another. One that is too long is left out, not
+     cut: a cut answer lacks the token that ends it;
+  5. the held-out conversations do not depend on --seed: losses of different seeds can be compared.
+
+Suffixes: B conversations, T tokens, S = T - 1 next-token positions.
+
+    driver main() -- micro-batches of the step --> Trainer x ranks (FSDP2)
+
+Data is a JSONL file whose lines are one of
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}
+    {"prompt": "..." or [messages], "response": "..."}
+
+One CPU:    python -m algos.sft --model tiny --data reverse
+One GPU:    python -m algos.sft --model smollm2 --data chats.jsonl
+8 GPUs:     python -m algos.sft --model PATH --data chats.jsonl --num-trainers 8
+Many nodes: RAY_ADDRESS=auto python -m algos.sft ... (on the head of a running Ray cluster)
+
+Edit here: data format -> read_conversations | what has loss -> encode_conversation | loss -> sft_loss
+           optimizer -> Trainer.train_step | what is trained when -> main
+"""
+
+import functools
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
 import torch
+import tyro
+
+from common import checks, cluster
+from common.batching import micro_batches
+from common.checkpoint import SaveFlags, save_model
+from common.checks import FlagError
+from common.cluster import DeadlineFlags, Run
+from common.envs.jsonl import is_prompt
+from common.envs.reverse import Reverse
+from common.logger import LogFlags, Logger, mean_of, merge
+from common.logprobs import LogprobHead
+from common.metrics import Stopwatch
+from common.models import resolve_model
+from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world
+from common.refit import connect_store, open_store
+from common.rollout import load_tokenizer
+
+HELD_OUT, MAX_HELD_OUT = 0.05, 128  # share of the conversations that is never trained, and its bound
+NUM_DEMONSTRATIONS = 2000  # of --data reverse
+
+
+@dataclass
+class Args:
+    # experiment
+    model: str = "tiny"
+    """tiny, smollm2, a local Hugging Face folder, or a Hub id."""
+    data: str = "reverse"
+    """Conversations to learn: a JSONL file, or reverse (demonstrations of the toy task). The last 5 % of a
+    fixed shuffle (1 to 128 conversations) are held out."""
+    max_steps: int = 150
+    """Optimizer steps. Epochs follow each other, each in a new order, until these are made."""
+    eval_every: int = 25
+    """Steps between evaluations, the loss on what is held out. Step 0 and the end are always evaluated."""
+    seed: int = 1
+    """Data order."""
+    # data
+    batch_size: int = 32
+    """Conversations of an optimizer step, over all ranks."""
+    max_length: int = 2048
+    """Longest conversation in tokens; longer ones are left out, with a warning that counts them."""
+    # optimizer (AdamW)
+    lr: float | None = None
+    """Peak learning rate. Default: 2e-3 for tiny, 1e-5 for every other model."""
+    lr_warmup_steps: int = 5
+    """Steps of linear warm-up from 0."""
+    lr_end_ratio: float = 0.0
+    """Learning rate at the end over the peak; the decay is linear. 1 keeps it constant."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global L2 norm."""
+    # what every algorithm shares
+    parallel: Annotated[ParallelFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=ParallelFlags)
+    deadline: Annotated[DeadlineFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=DeadlineFlags)
+    save: Annotated[SaveFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=SaveFlags)
+    log: Annotated[LogFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=LogFlags)
+
+
+# --- Data
+
+
+def read_conversations(data: str) -> list[tuple[str, list[dict]]]:
+    """(where it is from, messages) of each conversation of `--data`; blank lines are skipped.
+
+    Raises FlagError naming file, line number and fix for the first line that is no conversation.
+    """
+    if data == "reverse":
+        tasks = Reverse().tasks("train")[-NUM_DEMONSTRATIONS:]  # tiny has seen the first
+        return [("reverse", as_messages({"prompt": t["prompt"], "response": t["answer"]})) for t in tasks]
+    if not Path(data).is_file():
+        raise FlagError(f"--data {data}: there is no such file; use reverse or the path of a JSONL file")
+    conversations = []
+    for number, line in enumerate(Path(data).read_bytes().splitlines(), 1):
+        if line.strip():
+            try:
+                conversations.append((f"{data}:{number}", as_messages(json.loads(line))))
+            except json.JSONDecodeError as error:
+                fix = f"not JSON ({error}); write one JSON object a line"
+                raise FlagError(f"--data {data}:{number}: {fix}") from error
+            except ValueError as error:
+                raise FlagError(f"--data {data}:{number}: {error}") from error
+    return conversations
+
+
+def as_messages(record) -> list[dict]:
+    """The chat of one record of a file. Raises ValueError with what is wrong and what would be right."""
+    if not isinstance(record, dict):
+        raise ValueError('not a JSON object; write {"messages": [...]} or {"prompt": ..., "response": ...}')
+    if "messages" in record:
+        messages = record["messages"]
+        if not isinstance(messages, list) or not is_prompt(messages):
+            raise ValueError('`messages` must be a list of {"role": ..., "content": ...}')
+    elif {"prompt", "response"} <= record.keys():
+        prompt, response = record["prompt"], record["response"]
+        if not is_prompt(prompt):
+            raise ValueError('`prompt` must be a string or a list of {"role": ..., "content": ...}')
+        if not isinstance(response, str):
+            raise ValueError(f"`response` must be a string, not {response!r}")
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [*prompt, {"role": "assistant", "content": response}]
+    else:
+        keys = f"neither `messages` nor `prompt` and `response` among {sorted(record)}"
+        raise ValueError(f"{keys}; add them or rename what is there")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("no turn of the role assistant, so nothing to learn; add one or remove the line")
+    return messages
 
 
 def encode_conversation(tokenizer, messages: list[dict]) -> tuple[list[int], list[int]]:
@@ -47,6 +191,47 @@ def encode_conversation(tokenizer, messages: list[dict]) -> tuple[list[int], lis
     return ids, mask
 
 
+def encode_all(conversations: list[tuple[str, list[dict]]], tokenizer, max_length: int) -> list[dict]:
+    """Each conversation of at most `max_length` tokens as a row of the batch.
+
+    Raises FlagError naming file and line of one that cannot be learned.
+    """
+    rows = []
+    for where, messages in conversations:
+        try:
+            ids, mask = encode_conversation(tokenizer, messages)
+        except Exception as error:  # templates raise what they like, at roles that they do not know for one
+            raise FlagError(f"--data {where}: {type(error).__name__}: {error}") from error
+        if not any(mask):
+            raise FlagError(f"--data {where}: every answer is empty, so nothing to learn; remove the line")
+        if len(ids) <= max_length:
+            rows.append({"token_ids": np.array(ids), "action_mask": np.array(mask, dtype=bool)})
+    return rows
+
+
+def split_rows(rows: list[dict]) -> tuple[list[dict], list[dict]]:
+    """(training rows, held-out rows): the latter are the end of a shuffle that is always the same."""
+    shuffled = [rows[index] for index in np.random.default_rng(0).permutation(len(rows))]
+    held_out = max(1, min(MAX_HELD_OUT, int(HELD_OUT * len(rows))))
+    return shuffled[:-held_out], shuffled[-held_out:]
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, num_rows: int) -> np.ndarray:
+    """The order in which an epoch goes through the conversations."""
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+def step_rows(rows: list[dict], step: int, args: Args) -> list[dict]:
+    """The conversations of a step: the next `batch_size` of the epochs, also across the end of one."""
+    first = step * args.batch_size
+    places = [divmod(number, len(rows)) for number in range(first, first + args.batch_size)]
+    return [rows[epoch_order(args.seed, epoch, len(rows))[position]] for epoch, position in places]
+
+
+# --- Loss
+
+
 def sft_loss(logprobs_BS: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
     """Minus the sum of the log-probs (nats) of the masked tokens, a scalar.
 
@@ -54,3 +239,174 @@ def sft_loss(logprobs_BS: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
     NaN too, reach neither the loss nor the gradient.
     """
     return -torch.where(mask_BS.bool(), logprobs_BS, 0.0).sum()
+
+
+# --- Training
+
+
+class Trainer:
+    """One rank of the trainer: model, optimizer, the optimizer step; a Ray actor per rank."""
+
+    def __init__(self, args: Args, model_path: str, rank: int, on_gpu: bool):
+        self.args, self.model_path, self.rank = args, model_path, rank
+        self.world_size, self.device = args.parallel.num_trainers, torch.device("cuda" if on_gpu else "cpu")
+
+    def listen(self, host: str) -> int:
+        """Rank 0 opens the rendezvous on a free port."""
+        self.store = open_store(host, self.args.deadline.start_timeout_s)
+        return self.store.port
+
+    def setup(self, host: str, port: int) -> str:
+        args = self.args
+        store = self.store if self.rank == 0 else connect_store(host, port, args.deadline.start_timeout_s)
+        join_world(self.rank, self.world_size, store, self.device, args.deadline.step_timeout_s)
+        torch.manual_seed(args.seed)
+        self.model = build_model(self.model_path, self.device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=args.lr, weight_decay=args.weight_decay
+        )
+        self.head = LogprobHead(self.model)
+        return describe(self.model)
+
+    def loss(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """The summed loss of one micro-batch and its count of tokens. Position s predicts token s + 1."""
+        ids_BT = torch.tensor(batch["token_ids"], device=self.device)
+        mask_BS = torch.tensor(batch["action_mask"], device=self.device)[:, 1:]
+        logprobs_BS, _ = self.head(self.model, ids_BT[:, :-1], ids_BT[:, 1:], 1.0)
+        return sft_loss(logprobs_BS, mask_BS), mask_BS.sum()
+
+    def train_step(self, batches: list[dict], num_tokens: int, lr: float) -> dict:
+        """One optimizer step on this rank's micro-batches; `num_tokens` have loss, over all ranks.
+
+        Returns {metric: (sum, count)}.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad()
+        sums = []
+        for batch in batches:
+            loss, count = self.loss(batch)
+            # FSDP averages gradients over ranks: times the ranks, so that the sum is over all tokens
+            (loss * self.world_size / num_tokens).backward()
+            sums.append({"loss/sft": (float(loss), int(count))})
+        grad_norm = clip_gradients(self.model, self.args.max_grad_norm)
+        self.optimizer.step()
+        return merge([*sums, {"grad_norm": (grad_norm, 1)}])
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[dict]) -> dict:
+        """The loss on this rank's share of the held-out conversations, {"loss": (sum, count)}."""
+        losses = [self.loss(batch) for batch in batches]
+        return merge([{"loss": (float(loss), int(count))} for loss, count in losses])
+
+    def save(self, path: str) -> None:
+        save_model(self.model, load_tokenizer(self.model_path), path, self.rank)
+
+
+# --- The loop
+
+
+def learning_rate(step: int, args: Args) -> float:
+    """Linear warm-up, then linear decay to `lr_end_ratio` of the peak at the last step."""
+    warm = min(1.0, (step + 1) / (args.lr_warmup_steps + 1))
+    decay = 1.0 - (1.0 - args.lr_end_ratio) * step / args.max_steps
+    return args.lr * warm * decay
+
+
+def start_run(args: Args, log: Logger, model_path: str) -> Run:
+    """Ray and the trainer's ranks."""
+    num_trainers, timeout_s = args.parallel.num_trainers, args.deadline.start_timeout_s
+    log.phase(f"ray: starting; trainers: {num_trainers} x FSDP2")
+    cluster.start(num_trainers, args.log.output_dir)
+    run, host = Run(), cluster.host()
+    gpus = cluster.gpus_per_actor(0, num_trainers)
+    ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
+    run.trainers = run.spawn("trainer", Trainer, ranks, num_gpus=gpus)
+    port = run.get(run.trainers[0].listen.remote(host), timeout_s, "trainer 0 starting")
+    ready = run.ask(run.trainers, "setup", host, port)
+    log.phase(f"trainer: {run.get(ready, timeout_s, 'trainers starting')[0]}")
+    return run
+
+
+def held_out_loss(run: Run, held_out: list[dict], args: Args) -> float:
+    """Mean loss per token on the held-out conversations under the current weights."""
+    shares = micro_batches(held_out, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
+    asked = [trainer.evaluate.remote(share) for trainer, share in zip(run.trainers, shares, strict=True)]
+    return mean_of(merge(run.get(asked, args.deadline.step_timeout_s, "evaluation")))["loss"]
+
+
+def check_flags(args: Args) -> None:
+    """Refuses what cannot work, before anything starts."""
+    checks.check_at_least("--max-steps", args.max_steps, 1)
+    checks.check_at_least("--eval-every", args.eval_every, 1)
+    checks.check_at_least("--batch-size", args.batch_size, 1)
+    checks.check_at_least("--num-trainers", args.parallel.num_trainers, 1)
+    checks.check_output_dir(args.log.output_dir, resume=False)
+
+
+def main(args: Args) -> None:
+    check_flags(args)
+    args.lr = args.lr if args.lr is not None else (2e-3 if args.model == "tiny" else 1e-5)
+    conversations = read_conversations(args.data)
+    try:
+        model_path = resolve_model(args.model)
+    except ValueError as error:
+        raise FlagError(str(error)) from error
+    tokenizer = load_tokenizer(model_path)
+    rows = encode_all(conversations, tokenizer, args.max_length)
+    too_long = f"{len(conversations) - len(rows)} of {len(conversations)} conversations are longer than"
+    too_long = f"{too_long} --max-length {args.max_length} and left out"
+    if len(rows) < 2:
+        raise FlagError(f"--data {args.data}: {too_long}; give 2 conversations or more, one is held out")
+    train, held_out = split_rows(rows)
+
+    headline = ("loss/sft", "grad_norm", "time/step")
+    with Logger(args.log.output_dir, asdict(args), args.max_steps, headline) as log, cluster.session():
+        if len(rows) < len(conversations):
+            log.warn(too_long)
+        epochs = f"{args.max_steps * args.batch_size / len(train):.3g} epochs"
+        log.phase(f"{len(train)} conversations, {epochs}; {len(held_out)} held out; lr {args.lr:g}")
+        run = start_run(args, log, model_path)
+
+        for step in range(args.max_steps):
+            clock, row, last = Stopwatch(), {"step": step}, step + 1 == args.max_steps
+            if step % args.eval_every == 0:
+                row["loss/eval"] = held_out_loss(run, held_out, args)
+            clock.lap("time/eval")
+
+            # the optimizer step
+            row["lr"], batch = learning_rate(step, args), step_rows(train, step, args)
+            num_tokens = sum(int(each["action_mask"].sum()) for each in batch)
+            shares = micro_batches(batch, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
+            training = [
+                trainer.train_step.remote(share, num_tokens, row["lr"])
+                for trainer, share in zip(run.trainers, shares, strict=True)
+            ]
+            row |= mean_of(merge(run.get(training, args.deadline.step_timeout_s, f"training step {step}")))
+            clock.lap("time/train")
+
+            # how it went
+            if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
+                path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
+                run.get(run.ask(run.trainers, "save", path), args.deadline.step_timeout_s, "saving")
+            clock.lap("time/save")
+            if last:
+                row["loss/eval_end"] = held_out_loss(run, held_out, args)
+            clock.lap("time/eval")
+            step_s = sum(clock.times.values()) - clock.times["time/eval"]
+            row |= clock.times | {
+                "time/step": step_s,
+                "perf/samples_per_s": len(batch) / step_s,
+                "perf/train_tokens_per_s": num_tokens / clock.times["time/train"],
+            }
+            log.log_step(row)
+            for each in batch[: args.log.samples_per_step]:
+                ids, learned = each["token_ids"], each["token_ids"][each["action_mask"]]
+                text = {"transcript": tokenizer.decode(ids), "learned": tokenizer.decode(learned)}
+                log.log_samples(step, [text])
+        first_eval, last_eval = log.rows[0]["loss/eval"], log.rows[-1]["loss/eval_end"]
+        log.summary({"loss/eval": {"first": first_eval, "end": last_eval}, "checkpoint": path})
+
+
+if __name__ == "__main__":
+    checks.run(main, tyro.cli(Args))

@@ -51,14 +51,14 @@ class Driver:
                     known.add(process.pid)
                     self.seen.add(process)
 
-    def left(self) -> list[str]:
-        """The processes of the run that still run."""
-        names = []
+    def left(self) -> list[tuple[str, psutil.Process]]:
+        """The processes of the run that still run, with their titles."""
+        running = []
         for process in self.seen:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() != psutil.STATUS_ZOMBIE:
-                    names.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
-        return names
+                    running.append((" ".join(process.cmdline())[:120], process))
+        return running
 
     def wait_until(self, condition, seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
@@ -77,14 +77,14 @@ class Driver:
     def wait_for_end(self, seconds: float = RUN_WITHIN_S) -> int:
         """The exit code, when every process of the run is gone."""
         self.wait_until(lambda: self.process.poll() is not None, seconds, "the end of the run")
-        self.wait_until(lambda: not self.left(), GONE_WITHIN_S, f"no process left of {self.left()}")
+        self.wait_until(lambda: not self.left(), GONE_WITHIN_S, f"end of {self.left()}")
         return self.process.returncode
 
     def kill_one(self, title: str) -> None:
         """SIGKILL to the process of the run whose title has `title`."""
         self.watch()
-        victims = [process for process in self.seen if title in " ".join(process.cmdline())]
-        assert len(victims) == 1, [process.cmdline() for process in self.seen]
+        victims = [process for name, process in self.left() if title in name]
+        assert len(victims) == 1, self.left()
         victims[0].kill()
 
     def output(self) -> str:
