@@ -1,19 +1,17 @@
 """GRPO, asynchronous: group-relative advantages, clipped policy gradient, no critic.
 
-    A_i = (R_i - mean(R)) / std(R)                       over the G rollouts of one prompt
-    L   = -1/N sum_t w_t min(r_t A, clip(r_t, 1 - eps_low, 1 + eps_high) A)      r = pi / old,  w = sg(f(old /
-    mu))
+    A_i = (R_i - mean(R)) / std(R)                                        over the G rollouts of one prompt
+    L   = -1/N sum_t w_t min(r_t A, clip(r_t, 1 - eps_low, 1 + eps_high) A)
+    r   = pi / old,   w = sg(f(old / mu))
 
 mu is the policy that sampled the token (the engine, some steps ago), old the trainer at the start of the
-step, pi the trainer now. Papers: GRPO arXiv 2402.03300, clip-higher and token mean: DAPO arXiv 2503.14476,
+step, pi the trainer now. Papers: GRPO arXiv 2402.03300; clip-higher and token mean: DAPO arXiv 2503.14476;
 truncated importance sampling: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
 (2025).
 
 What differs from the GRPO paper, and why:
-  1. token mean over the step (N = its action tokens, all ranks) instead of 1/|o_i|, which favours long
-  failures;
-  2. the std is unbiased (ddof 1), and a group of equal rewards has advantage exactly 0 (no epsilon to divide
-  by);
+  1. token mean over the step (N: its action tokens on all ranks), as 1/|o_i| favours long failures;
+  2. unbiased std (ddof 1), and a group of equal rewards has advantage exactly 0: no epsilon to divide by;
   3. asynchronous: old/mu is corrected by truncated importance sampling, as pi/old alone would be biased;
   4. the optional KL term is k2, (log pi - log ref)^2 / 2: its gradient is that of the KL (k3's is not).
 
@@ -310,8 +308,7 @@ class Trainer:
             self.sender.join(self.store, world_size)
 
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob of each token given those before it, and the entropy there: [B, S]. Position s is token s
-        + 1."""
+        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
         ids_BT = batch["token_ids"].long()
         return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature)
 
@@ -368,15 +365,13 @@ class Trainer:
             return loss, sums, {}
         difference = log_weight_BS.abs()
         sums["mismatch/abs_mean"] = (difference.sum(), count)
+        log_weight_BS = log_weight_BS.clamp(-20, 20)
         sums["mismatch/k3"] = ((log_weight_BS.exp() - 1 - log_weight_BS).sum(), count)
         sums["mismatch/exact_frac"] = ((mask_BS & (difference == 0)).sum(), count)
         sums["is/dropped_frac"] = ((masked == 0).sum(), count)
         sums["is_weight"], sums["is_weight_squared"] = (masked.sum(), count), (masked.square().sum(), count)
-        return (
-            loss,
-            sums,
-            {"mismatch/abs_max": difference.max(), "is/max_weight": masked.max() if count else 0.0},
-        )
+        peaks = {"mismatch/abs_max": difference.max(), "is/max_weight": masked.max() if count else 0.0}
+        return loss, sums, peaks
 
     def to_device(self, batch: dict) -> dict:
         return {name: torch.tensor(value, device=self.device) for name, value in batch.items()}
@@ -463,7 +458,7 @@ def refit(run: Run, version: int, timeout_s: float) -> dict:
     check_probe(run, timeout_s)
     sent = run.ask(run.trainers, "send_weights", version, run.probe_ids)
     received = run.ask(run.workers, "refit", version, run.queue)
-    reports = run.get(received + sent, timeout_s, f"refit to version {version}")
+    reports = run.get(received + sent, f"refit to version {version}", timeout_s)
     engines, sender = reports[: len(run.workers)], reports[len(run.workers)]
     run.last_refit = engines[0] | sender | {"pause_s": max(report["pause_s"] for report in engines)}
     run.probes = run.ask(run.workers, "probe", run.probe_ids)
@@ -473,7 +468,7 @@ def refit(run: Run, version: int, timeout_s: float) -> dict:
 def check_probe(run: Run, timeout_s: float) -> None:
     """Log-probs of a fixed prompt: every engine's equal the trainer's since the last refit. Raises
     RefitError."""
-    for index, logprobs in enumerate(run.get(run.probes, timeout_s, "the probe")):
+    for index, logprobs in enumerate(run.get(run.probes, "the probe", timeout_s)):
         where = f"engine {index}, version {run.last_refit['version']}"
         compare_probe(logprobs, run.last_refit["probe"], run.last_refit["dtype"], where)
 
@@ -490,7 +485,7 @@ def start_run(args, log: Logger, worker_class, trainer_class) -> Run:
     dtype = resolve_dtype(model_path, engine.rollout_dtype)
     log.phase("ray: starting")
     cluster.start(engine.num_engines + num_trainers, args.log.output_dir)
-    run, host = Run(), cluster.host()
+    run, host = Run(deadline.step_timeout_s), cluster.host()
     gpus = cluster.gpus_per_actor(engine.num_engines, num_trainers)
     plan = (args.prompts_per_step, args.max_staleness, args.order)
     (run.queue,) = run.spawn("queue", SampleQueue, [plan], max_concurrency=10_000)
@@ -501,10 +496,10 @@ def start_run(args, log: Logger, worker_class, trainer_class) -> Run:
     started = [
         worker.start.remote(args, model_path, dtype, i, gpus > 0) for i, worker in enumerate(run.workers)
     ]
-    port = run.get(run.trainers[0].listen.remote(host), deadline.start_timeout_s, "trainer 0 starting")
+    port = run.get(run.trainers[0].listen.remote(host), "trainer 0 starting", deadline.start_timeout_s)
     ready = run.ask(run.trainers, "setup", host, port, dtype)
-    log.phase(f"trainer: {run.get(ready, deadline.start_timeout_s, 'trainers starting')[0]}")
-    run.get(started, deadline.start_timeout_s, "engines starting")
+    log.phase(f"trainer: {run.get(ready, 'trainers starting', deadline.start_timeout_s)[0]}")
+    run.get(started, "engines starting", deadline.start_timeout_s)
     world = 1 + engine.num_engines
     joins = [worker.connect.remote(host, port, 1 + i, world) for i, worker in enumerate(run.workers)]
     run.get(
@@ -546,7 +541,7 @@ def check_flags(args: Args) -> None:
 def main(args: Args) -> None:
     check_flags(args)
     args.lr = args.lr if args.lr is not None else (1e-3 if args.model == "tiny" else 1e-6)
-    score_name, patience, empty_steps = f"{env_name(args.eval_env or args.env)}/mean", args.deadline, 0
+    env, empty_steps = env_name(args.eval_env or args.env), 0
     headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
     with Logger(args.log.output_dir, asdict(args), args.max_steps, headline) as log, cluster.session():
         log.phase(f"a step: {args.prompts_per_step} prompts x {args.group_size} rollouts, lr {args.lr:g}")
@@ -554,18 +549,13 @@ def main(args: Args) -> None:
         tokenizer = load_tokenizer(resolve_model(args.model))
 
         for step in range(args.max_steps):
-            clock, row, last = (
-                Stopwatch(),
-                {"step": step, "lr": learning_rate(step, args)},
-                step + 1 == args.max_steps,
-            )
+            clock, last = Stopwatch(), step + 1 == args.max_steps
+            row = {"step": step, "lr": learning_rate(step, args)}
             scoring = run.ask(run.workers, "evaluate") if step % args.eval_every == 0 else []
             ticks = [run.ask(run.workers, "stats")]
 
             # what this step trains
-            batch, counts = run.get(
-                run.queue.get.remote(step), patience.step_timeout_s, f"rollouts of step {step}"
-            )
+            batch, counts = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
             groups = [unpack_group(packed) for _, packed in batch]
             clock.lap("time/trainer_wait")
             rollouts = [rollout for group in groups for rollout in group]
@@ -587,7 +577,7 @@ def main(args: Args) -> None:
                 training = [
                     t.train_step.remote(s, row["lr"]) for t, s in zip(run.trainers, shares, strict=True)
                 ]
-                row |= training_metrics(run.get(training, patience.step_timeout_s, f"training step {step}"))
+                row |= training_metrics(run.get(training, f"training step {step}"))
             empty_steps = 0 if rows else empty_steps + 1
             if empty_steps == 3:
                 raise RunError("three steps in a row had no valid rollout")
@@ -596,11 +586,9 @@ def main(args: Args) -> None:
 
             # a score belongs to one policy: the refit waits for it
             if scoring:
-                row[f"eval/{score_name}"] = mean_score(
-                    run.get(scoring, patience.step_timeout_s, "evaluation")
-                )
+                row[f"eval/{env}/mean"] = mean_score(run.get(scoring, "evaluation"))
             clock.lap("time/eval")
-            sent = refit(run, step + 1, patience.refit_timeout_s)
+            sent = refit(run, step + 1, args.deadline.refit_timeout_s)
             if not sent["changed"] and row["lr"] * row.get("grad_norm", 0) > 0:
                 raise RefitError(
                     f"step {step} moved the weights, and the payload of its refit did not change"
@@ -610,14 +598,12 @@ def main(args: Args) -> None:
             # how it went
             if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
                 path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
-                run.get(run.ask(run.trainers, "save", path), patience.step_timeout_s, "saving")
+                run.get(run.ask(run.trainers, "save", path), "saving")
             if last:
-                check_probe(run, patience.refit_timeout_s)
+                check_probe(run, args.deadline.refit_timeout_s)
                 scoring = run.ask(run.workers, "evaluate")
-                row[f"eval_end/{score_name}"] = mean_score(
-                    run.get(scoring, patience.step_timeout_s, "evaluation")
-                )
-            ticks = [ray.get(refs) for refs in [*ticks, run.ask(run.workers, "stats")]]
+                row[f"eval_end/{env}/mean"] = mean_score(run.get(scoring, "evaluation"))
+            ticks = [run.get(refs, "engine counters") for refs in [*ticks, run.ask(run.workers, "stats")]]
             row |= rollout_metrics(rollouts, lags, num_late, counts["drops"], advantages)
             row |= timing_metrics(clock.times, ticks, rollouts, sent)
             log.log_step(row)

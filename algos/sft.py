@@ -318,13 +318,13 @@ def start_run(args: Args, log: Logger, model_path: str) -> Run:
     num_trainers, timeout_s = args.parallel.num_trainers, args.deadline.start_timeout_s
     log.phase(f"ray: starting; trainers: {num_trainers} x FSDP2")
     cluster.start(num_trainers, args.log.output_dir)
-    run, host = Run(), cluster.host()
+    run, host = Run(args.deadline.step_timeout_s), cluster.host()
     gpus = cluster.gpus_per_actor(0, num_trainers)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
     run.trainers = run.spawn("trainer", Trainer, ranks, num_gpus=gpus)
-    port = run.get(run.trainers[0].listen.remote(host), timeout_s, "trainer 0 starting")
+    port = run.get(run.trainers[0].listen.remote(host), "trainer 0 starting", timeout_s)
     ready = run.ask(run.trainers, "setup", host, port)
-    log.phase(f"trainer: {run.get(ready, timeout_s, 'trainers starting')[0]}")
+    log.phase(f"trainer: {run.get(ready, 'trainers starting', timeout_s)[0]}")
     return run
 
 
@@ -332,7 +332,7 @@ def held_out_loss(run: Run, held_out: list[dict], args: Args) -> float:
     """Mean loss per token on the held-out conversations under the current weights."""
     shares = micro_batches(held_out, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
     asked = [trainer.evaluate.remote(share) for trainer, share in zip(run.trainers, shares, strict=True)]
-    return mean_of(merge(run.get(asked, args.deadline.step_timeout_s, "evaluation")))["loss"]
+    return mean_of(merge(run.get(asked, "evaluation")))["loss"]
 
 
 def check_flags(args: Args) -> None:
@@ -382,13 +382,13 @@ def main(args: Args) -> None:
                 trainer.train_step.remote(share, num_tokens, row["lr"])
                 for trainer, share in zip(run.trainers, shares, strict=True)
             ]
-            row |= mean_of(merge(run.get(training, args.deadline.step_timeout_s, f"training step {step}")))
+            row |= mean_of(merge(run.get(training, f"training step {step}")))
             clock.lap("time/train")
 
             # how it went
             if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
                 path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
-                run.get(run.ask(run.trainers, "save", path), args.deadline.step_timeout_s, "saving")
+                run.get(run.ask(run.trainers, "save", path), "saving")
             clock.lap("time/save")
             if last:
                 row["loss/eval_end"] = held_out_loss(run, held_out, args)

@@ -83,7 +83,8 @@ class Run:
     A queue that nobody fills looks like a slow one; the process that died is what the user needs to hear of.
     """
 
-    def __init__(self):
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s  # of a wait, where the call does not say otherwise
         self.queue, self.workers, self.trainers = None, [], []
         self.probe_ids, self.probes, self.last_refit = [], [], {}  # of the refit in flight
         self.actors: dict[str, ray.actor.ActorHandle] = {}

@@ -210,12 +210,13 @@ class Logger:
         for key, points in self._eval_points().items():
             at, best = max(points, key=lambda point: point[1])
             result[key] = {"first": points[0][1], "best": best, "best_version": at, "end": points[-1][1]}
-        if seconds:
+        if seconds and self._points("perf/samples_per_s"):
             rates = dict(self._points("perf/samples_per_s"))
             samples = sum(rates.get(step, 0) * duration for step, duration in self._points("time/step"))
             result["samples_per_s"] = samples / seconds
-            result["trainer_wait_frac"] = self._total("time/trainer_wait") / seconds
-            result["refit_frac"] = self._total("time/refit") / seconds
+        for key in ("time/trainer_wait", "time/refit"):
+            if self._points(key):
+                result[f"{key.removeprefix('time/')}_frac"] = self._total(key) / seconds
         if points := self._points("mismatch/abs_mean"):
             result["mismatch_worst"] = max(value for _, value in points)
         result |= extra
@@ -244,7 +245,9 @@ class Logger:
         draw(left, self._points(self.headline[0]), self.headline[0], color="C0")
         for key, points in self._eval_points().items():
             draw(left, points, key, reach=0, marker="o", markersize=4)
-        left.set(title="Learning", xlabel="step", ylabel="reward, score")
+        draw(left, self._points("loss/eval"), "loss/eval", reach=0, marker="o", markersize=4)
+        name = self.headline[0] if self.headline[0].startswith("loss/") else "reward, score"
+        left.set(title="Learning", xlabel="step", ylabel=name)
         wall = dict(self._points("time/step"))
         for key in ("time/train", "time/trainer_wait", "time/refit"):
             shares = [(step, 100 * value / wall[step]) for step, value in self._points(key) if wall.get(step)]

@@ -265,7 +265,8 @@ async def rollout_group(
     An episode that is not over after `timeout_s` seconds is invalid with the reason "timeout".
     """
     rollouts = [
-        Rollout(f"{ticket}.{index}", f"g{ticket}", ticket, str(prompt_id), [], []) for index in range(group_size)
+        Rollout(f"{ticket}.{index}", f"g{ticket}", ticket, str(prompt_id), [], [])
+        for index in range(group_size)
     ]
     envs, prompts, rendered = [], [], []
     try:

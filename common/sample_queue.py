@@ -40,7 +40,12 @@ class SampleQueue:
     """
 
     def __init__(
-        self, groups_per_step: int, max_staleness: int, order: str, first_ticket: int = 0, first_version: int = 0
+        self,
+        groups_per_step: int,
+        max_staleness: int,
+        order: str,
+        first_ticket: int = 0,
+        first_version: int = 0,
     ):
         self.groups_per_step, self.max_staleness, self.order = groups_per_step, max_staleness, order
         self.version, self.first_version = -1, first_version

@@ -13,7 +13,9 @@ def skip_refits() -> None:
     """From version 2 on a refit does nothing, and says that it did."""
     refit = grpo.refit
     grpo.refit = lambda run, version, timeout_s: (
-        refit(run, version, timeout_s) if version < 2 else run.last_refit | {"version": version, "changed": True}
+        refit(run, version, timeout_s)
+        if version < 2
+        else run.last_refit | {"version": version, "changed": True}
     )
 
 

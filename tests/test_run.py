@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from algos.grpo import mark_late
+from common import cluster
 from common.metrics import rollout_metrics
 from common.models import resolve_model
 from common.sample import Rollout, Segment
@@ -196,6 +197,28 @@ def test_a_killed_process_ends_the_run_at_once_and_its_last_line_names_it(drive,
     print(run.output())
     assert name in run.output().splitlines()[-1]
     assert f"run ended: RunError: {name}" in run.output()
+
+
+def test_a_dead_process_is_named_though_the_error_of_its_peer_comes_first(tmp_path):
+    class Engine:
+        def die(self):
+            time.sleep(1)
+            os._exit(1)
+
+    class Trainer:
+        def send(self):
+            raise RuntimeError("connection reset by peer")
+
+    with cluster.session():
+        cluster.start(2, str(tmp_path))
+        run = cluster.Run()
+        (engine,), (trainer,) = run.spawn("engine", Engine, [()]), run.spawn("trainer", Trainer, [()])
+        run.get(run.ask([engine, trainer], "__ray_ready__"), 60, "start")
+        run.task("engine", engine.die.remote())
+        with pytest.raises(cluster.RunError, match="^engine died"):
+            run.get(trainer.send.remote(), 60, "refit to version 1")
+        with pytest.raises(cluster.RunError, match="^engine died"):
+            run.get(trainer.send.remote(), 60, "refit to version 1")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from algos.sft import Args, encode_all, split_rows, step_rows
-from common.models import char_tokenizer
+from algos.sft import Args, encode_all, main, split_rows, step_rows
+from common import checks
+from common.logger import LogFlags
+from common.models import char_tokenizer, resolve_model
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 240
@@ -30,8 +35,6 @@ def sft(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_a_run_on_two_ranks_learns_from_both_formats_and_writes_all_its_files(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     numbers = [f"{number:04d}" for number in range(37, 10_000, 250)]
     records = []
     for i, number in enumerate(numbers):
@@ -77,18 +80,28 @@ def test_a_run_on_two_ranks_learns_from_both_formats_and_writes_all_its_files(tm
     assert summary["checkpoint"] == str(output_dir / "checkpoints" / "step_8")
     assert (output_dir / "checkpoints" / "step_4").is_dir()
 
-    # The checkpoint is the model that `loss/eval_end` was measured on, here without FSDP or any of our code.
-    model = AutoModelForCausalLM.from_pretrained(summary["checkpoint"])
+    # The first update and the last loss, without FSDP, micro-batches or any of the trainer's code.
+    chats = [("data", each["messages"] if "messages" in each else as_chat(each)) for each in records[:-1]]
     tokenizer = AutoTokenizer.from_pretrained(summary["checkpoint"])
-    chats = [("data", r["messages"]) if "messages" in r else ("data", as_chat(r)) for r in records[:-1]]
-    _, held_out = split_rows(encode_all(chats, tokenizer, max_length=60))
-    total = count = 0
-    for row in held_out:
+    train, held_out = split_rows(encode_all(chats, tokenizer, max_length=60))
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"))
+    loss = mean_loss(model, step_rows(train, 0, Args(batch_size=16)))
+    loss.backward()
+    squares = sum(parameter.grad.square().sum().item() for parameter in model.parameters())
+    assert rows[0]["loss/sft"] == pytest.approx(loss.item(), rel=1e-4)
+    assert rows[0]["grad_norm"] == pytest.approx(squares**0.5, rel=1e-4)
+    assert rows[0]["loss/eval"] == pytest.approx(mean_loss(model, held_out).item(), rel=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(summary["checkpoint"])
+    assert rows[-1]["loss/eval_end"] == pytest.approx(mean_loss(model, held_out).item(), rel=1e-4)
+
+
+def mean_loss(model, rows: list[dict]) -> torch.Tensor:
+    """Mean cross-entropy over all tokens with loss, one conversation at a time."""
+    losses = []
+    for row in rows:
         ids, mask = torch.tensor(row["token_ids"]), torch.tensor(row["action_mask"])[1:]
-        with torch.no_grad():
-            losses = torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
-        total, count = total + losses[mask].sum().item(), count + int(mask.sum())
-    assert rows[-1]["loss/eval_end"] == pytest.approx(total / count, rel=1e-4)
+        losses.append(cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")[mask])
+    return torch.cat(losses).mean()
 
 
 def as_chat(record: dict) -> list[dict]:
@@ -111,13 +124,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("line, told", REFUSED)
-def test_a_line_that_is_no_conversation_is_refused_with_file_and_line(line, told, tmp_path, capsys, monkeypatch):
-    import ray
-
-    from algos.sft import main
-    from common import checks
-    from common.logger import LogFlags
-
+def test_a_line_that_is_no_conversation_is_refused_by_number(line, told, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ray, "init", lambda *args, **kwargs: pytest.fail("Ray was started"))
     data = tmp_path / "data.jsonl"
     data.write_text(f"{json.dumps(GOOD)}\n\n{line}\n{json.dumps(GOOD)}\n")

@@ -1,4 +1,5 @@
-"""Does the quickstart learn, and what does asynchrony buy? Several runs of `algos/grpo.py` on `tiny`, one after the other.
+"""Does the quickstart learn, and what does asynchrony buy? Several runs of `algos/grpo.py` on `tiny`, one
+after the other.
 
     .venv/bin/python scripts/bench/first_light.py learn      3 seeds, and lr 0 as the control
     .venv/bin/python scripts/bench/first_light.py overlap    --max-staleness 0 and 2 in turn, twice each
@@ -26,10 +27,24 @@ RUNS = {
 
 def run(flags: list[str], folder: str) -> dict:
     """One run; its flags, rows and summary. Raises CalledProcessError if it fails."""
-    command = [sys.executable, "-m", "algos.grpo", "--model", "tiny", "--env", "reverse", "--output-dir", folder]
+    command = [
+        sys.executable,
+        "-m",
+        "algos.grpo",
+        "--model",
+        "tiny",
+        "--env",
+        "reverse",
+        "--output-dir",
+        folder,
+    ]
     subprocess.run([*command, *flags], cwd=ROOT, check=True, timeout=900)
     rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    return {"flags": " ".join(flags), "rows": rows, "summary": json.loads(Path(folder, "summary.json").read_text())}
+    return {
+        "flags": " ".join(flags),
+        "rows": rows,
+        "summary": json.loads(Path(folder, "summary.json").read_text()),
+    }
 
 
 def learning(result: dict) -> dict:
@@ -76,7 +91,11 @@ def main(what: str) -> None:
     print("|---" * len(keys) + "|")
     for result in results:
         cells = [result[key] for key in keys]
-        print("| " + " | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
+        print(
+            "| "
+            + " | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells)
+            + " |"
+        )
     if what == "learn":
         figure, axes = plt.subplots(figsize=(6.4, 3.6), dpi=130, layout="constrained")
         for result in results:
