@@ -503,7 +503,7 @@ def start_run(args, log: Logger, worker_class, trainer_class) -> Run:
     world = 1 + engine.num_engines
     joins = [worker.connect.remote(host, port, 1 + i, world) for i, worker in enumerate(run.workers)]
     run.get(
-        [*joins, *run.ask(run.trainers, "connect", world)], deadline.refit_timeout_s, "the transfer group"
+        [*joins, *run.ask(run.trainers, "connect", world)], "the transfer group", deadline.refit_timeout_s
     )
     run.probe_ids = load_tokenizer(model_path).encode(
         "The quick brown fox jumps over the lazy dog. 0123456789"

@@ -9,6 +9,8 @@ from pathlib import Path
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
+ROOT_CAUSE_S = 3.0  # how long an error waits for the news that a process died, which may have caused it
+
 
 @dataclass
 class DeadlineFlags:
@@ -24,6 +26,10 @@ class DeadlineFlags:
 
 class RunError(RuntimeError):
     """Something that the run needs has died, failed or missed its deadline; the message says which."""
+
+    def __init__(self, message: str, died: bool = False):
+        super().__init__(message)
+        self.died = died  # a process is gone, which no other error can have caused here
 
 
 def start(num_actors: int, output_dir: str) -> None:
@@ -108,9 +114,10 @@ class Run:
         """A call that lasts as long as the run: its return is an error."""
         self.tasks[ref] = name
 
-    def get(self, refs, timeout_s: float, what: str):
+    def get(self, refs, what: str, timeout_s: float | None = None):
         """Like `ray.get`. Raises RunError as soon as anything that is watched has died, and at the
         deadline."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         single = not isinstance(refs, list)
         pending = [refs] if single else list(refs)
         results = list(pending)
@@ -118,7 +125,10 @@ class Run:
         while pending:
             done, _ = ray.wait([*pending, *self.tasks, *self.pings], timeout=1.0)
             for ref in done:
-                self._value(ref, self.pings.get(ref) or self.tasks.get(ref) or what)
+                try:
+                    self._value(ref, self.pings.get(ref) or self.tasks.get(ref) or what)
+                except RunError as error:
+                    raise self._root_cause(error)
                 if ref in self.tasks:
                     raise RunError(f"{self.tasks[ref]} returned before the run's end")
                 self.pings.pop(ref, None)
@@ -133,13 +143,27 @@ class Run:
         values = ray.get(results)
         return values[0] if single else values
 
+    def _root_cause(self, error: RunError) -> RunError:
+        """The error of the process that died, which may come after that of a peer (a lost connection)."""
+        fresh = {handle.__ray_ready__.remote(): name for name, handle in self.actors.items()}
+        waiting, deadline = self.tasks | fresh, time.monotonic() + ROOT_CAUSE_S
+        while not error.died and waiting and (left := deadline - time.monotonic()) > 0:
+            done, _ = ray.wait(list(waiting), timeout=left)
+            for ref in done:
+                in_task, name = ref in self.tasks, waiting.pop(ref)
+                try:
+                    self._value(ref, name)
+                except RunError as other:
+                    error = other if other.died or in_task else error
+        return error
+
     def _value(self, ref, what: str):
         try:
             return ray.get(ref)
         except (ActorDiedError, RayActorError) as error:
             handles = {handle._actor_id.hex(): name for name, handle in self.actors.items()}
             name = handles.get(getattr(error, "actor_id", None), what)
-            raise RunError(f"{name} died (its process is gone)") from error
+            raise RunError(f"{name} died (its process is gone)", died=True) from error
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             last = str(cause).strip().splitlines()[-1:] or [""]

@@ -33,7 +33,7 @@ echo "setup: $kind stack for $("$python" --version) into .venv: about 4 GB on di
 start=$SECONDS
 [[ -x .venv/bin/python ]] || "$python" -m venv .venv
 rm -f .venv/instar-setup
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 

@@ -12,8 +12,8 @@ from common.refit import WeightSender
 def skip_refits() -> None:
     """From version 2 on a refit does nothing, and says that it did."""
     refit = grpo.refit
-    grpo.refit = lambda run, version, timeout_s: (
-        refit(run, version, timeout_s)
+    grpo.refit = lambda run, version, *rest: (
+        refit(run, version, *rest)
         if version < 2
         else run.last_refit | {"version": version, "changed": True}
     )

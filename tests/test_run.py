@@ -1,4 +1,4 @@
-"""Real runs of `algos/grpo.py` with the tiny model, in processes of their own: what they train, and how they die.
+"""Real runs of `algos/grpo.py` with the tiny model, each in its own process: what they train, how they die.
 
 A run takes most of a minute, nearly all of it start-up, so each test asserts all that its run can show.
 """
@@ -211,14 +211,12 @@ def test_a_dead_process_is_named_though_the_error_of_its_peer_comes_first(tmp_pa
 
     with cluster.session():
         cluster.start(2, str(tmp_path))
-        run = cluster.Run()
+        run = cluster.Run(60)
         (engine,), (trainer,) = run.spawn("engine", Engine, [()]), run.spawn("trainer", Trainer, [()])
-        run.get(run.ask([engine, trainer], "__ray_ready__"), 60, "start")
+        run.get(run.ask([engine, trainer], "__ray_ready__"), "start")
         run.task("engine", engine.die.remote())
         with pytest.raises(cluster.RunError, match="^engine died"):
-            run.get(trainer.send.remote(), 60, "refit to version 1")
-        with pytest.raises(cluster.RunError, match="^engine died"):
-            run.get(trainer.send.remote(), 60, "refit to version 1")
+            run.get(trainer.send.remote(), "refit to version 1")
 
 
 @pytest.mark.parametrize(
