@@ -1,0 +1,1 @@
+import common  # noqa: F401  before Ray, see there

@@ -1,0 +1,10 @@
+"""Runs before anything here imports Ray, which reads its authentication mode then: a local Ray serves only those
+who know this run's token."""
+
+import os
+import secrets
+import sys
+
+if "RAY_ADDRESS" not in os.environ and "ray" not in sys.modules:
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

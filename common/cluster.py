@@ -12,6 +12,9 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 ROOT_CAUSE_S = 3.0  # how long an error waits for the news that a process died, which may have caused it
 
 
+LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for a request to find the machine's outside address
+
+
 @dataclass
 class DeadlineFlags:
     start_timeout_s: float = 600.0
@@ -48,7 +51,7 @@ def start(num_actors: int, output_dir: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     local = {}
     if not os.environ.get("RAY_ADDRESS"):
-        local = {"num_cpus": max(os.cpu_count(), num_actors), "_node_ip_address": "127.0.0.1"}
+        local = {"num_cpus": max(os.cpu_count(), num_actors), "_node_ip_address": LOOPBACK}
         env["GLOO_SOCKET_IFNAME"] = "lo"
     context = ray.init(
         include_dashboard=False,
@@ -64,7 +67,7 @@ def start(num_actors: int, output_dir: str) -> None:
 
 def host() -> str:
     """The address under which the other processes of the run reach this node: loopback where Ray is local."""
-    return ray.util.get_node_ip_address() if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+    return ray.util.get_node_ip_address() if os.environ.get("RAY_ADDRESS") else LOOPBACK
 
 
 def gpus_per_actor(num_engines: int, num_trainers: int) -> float:
