@@ -83,7 +83,9 @@ def test_after_every_refit_the_engine_equals_a_fresh_one_on_the_new_weights(kind
         fresh_engine.llm.shutdown()
         assert refitted[0] == fresh[0]
         assert (refitted[1] - fresh[1]).abs().max() <= 1e-6
-        assert (refitted[1] - before[1]).abs().max() > 0.01, "the perturbation must be visible"
+        num_forced = sum(len(ids) - 1 for ids in PROMPTS)  # how many tokens were sampled may differ
+        moved = (refitted[1][:num_forced] - before[1][:num_forced]).abs().max()
+        assert moved > 0.01, "the perturbation must be visible"
 
     asyncio.run(run())
 
