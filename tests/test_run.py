@@ -26,7 +26,7 @@ from common.sample import Rollout, Segment
 
 ROOT = Path(__file__).parents[1]
 PROMPTS, GROUP = 16, 8  # of a step, by default
-TOLD_WITHIN_S, GONE_WITHIN_S, RUN_WITHIN_S = 30, 10, 300
+TOLD_WITHIN_S, GONE_WITHIN_S, RUN_WITHIN_S = 30, 10, 600
 BY_TICKET = ("--order", "ticket", "--max-staleness", "2", "--samples-per-step", "1000")
 
 

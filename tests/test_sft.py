@@ -21,7 +21,7 @@ from common.logger import LogFlags
 from common.models import char_tokenizer, resolve_model
 
 ROOT = Path(__file__).parents[1]
-DEADLINE_S = 240
+DEADLINE_S = 600
 GOOD = {"prompt": "1234", "response": "4321"}
 
 
