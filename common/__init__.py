@@ -1,5 +1,4 @@
-"""Runs before anything here imports Ray, which reads its authentication mode then: a local Ray serves only those
-who know this run's token."""
+"""A local Ray serves only those who know this run's token. Ray reads its mode when it is imported."""
 
 import os
 import secrets
