@@ -529,6 +529,9 @@ def training_metrics(ranks: list[dict]) -> dict:
 
 def check_flags(args: Args) -> None:
     """Refuses what cannot work, before anything starts."""
+    for name in ("max_steps", "eval_every", "prompts_per_step", "max_new_tokens", "epochs", "minibatches"):
+        checks.check_at_least(f"--{name.replace('_', '-')}", vars(args)[name], 1)
+    checks.check_at_least("--max-staleness", args.max_staleness, 0)
     checks.check_group_size(args.group_size)
     checks.check_temperature(args.temperature)
     checks.check_kl(args.kl_coef)

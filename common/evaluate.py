@@ -25,7 +25,7 @@ async def evaluate(
         )
         for index, task in enumerate(tasks)
     ))  # fmt: skip
-    return [0.0 if rollout.invalid else float(rollout.info.get("score", 0.0)) for (rollout,) in groups]
+    return [0.0 if rollout.invalid else float(rollout.info["score"]) for (rollout,) in groups]
 
 
 def mean_score(shares: list[list[float]]) -> float:
