@@ -32,31 +32,33 @@ Edit here: advantage -> group_advantages | loss -> policy_loss | correction -> i
 """
 
 import asyncio
-import functools
+import json
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal
 
 import numpy as np
-import ray
 import torch
 import tyro
 
 from common import checks, cluster
 from common.batching import micro_batches
-from common.checkpoint import SaveFlags, save_model
+from common.checkpoint import SaveFlags, last_checkpoint, load_checkpoint, load_weights, save_checkpoint
 from common.cluster import DeadlineFlags, Run, RunError
-from common.env import load_env
-from common.evaluate import env_name, evaluate, mean_score
+from common.debug import DebugFlags, batch_plan, dump_rollouts, read_rollouts, traced
+from common.env import EnvFlags
+from common.env_pool import EnvPool
+from common.evaluate import env_name, evaluate, score_metrics
 from common.logger import LogFlags, Logger, mean_of, merge
 from common.logprobs import LogprobHead
-from common.metrics import BusyClock, Stopwatch, rollout_metrics, timing_metrics
+from common.metrics import BusyClock, Stopwatch, advice, rollout_metrics, timing_metrics
 from common.models import resolve_model
 from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world
 from common.refit import RefitError, WeightSender, compare_probe, connect_store, open_store
 from common.rollout import Engine, EngineFlags, load_tokenizer, resolve_dtype, rollout_group, transcript
 from common.sample import Rollout
 from common.sample_queue import SampleQueue, pack_group, unpack_group
+from common.trackers import open_trackers
 
 
 @dataclass
@@ -65,13 +67,15 @@ class Args:
     model: str = "tiny"
     """tiny, smollm2, a local Hugging Face folder, or a Hub id."""
     env: str = "reverse"
-    """What is trained on: reverse, jsonl:FILE, or path/to/file.py:Class."""
+    """What is trained on: reverse, gym:DATASET, jsonl:FILE, or path/to/file.py:Class."""
     eval_env: str | None = None
     """What is evaluated on, by greedy answers to its eval split. Default: the same as --env."""
     max_steps: int = 120
     """Optimizer steps times epochs times minibatches make the updates; a step trains one batch of groups."""
     eval_every: int = 20
     """Steps between evaluations. Step 0 (the untrained policy) and the end are always evaluated."""
+    eval_samples: int = 0
+    """Sampled answers to each evaluation task, for avg@k and pass@k besides the greedy mean."""
     seed: int = 1
     """Data order, sampling and minibatches."""
     # rollout
@@ -120,11 +124,13 @@ class Args:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm."""
     # what every algorithm shares
+    data: Annotated[EnvFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=EnvFlags)
     engine: Annotated[EngineFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=EngineFlags)
     parallel: Annotated[ParallelFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=ParallelFlags)
     deadline: Annotated[DeadlineFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=DeadlineFlags)
     save: Annotated[SaveFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=SaveFlags)
     log: Annotated[LogFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=LogFlags)
+    debug: Annotated[DebugFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=DebugFlags)
 
 
 # --- Advantages
@@ -191,21 +197,29 @@ def kl_loss(logprobs_BS, ref_logprobs_BS, mask_BS) -> torch.Tensor:
 # --- Rollout
 
 
-@functools.lru_cache(maxsize=2)
-def epoch_order(seed: int, epoch: int, num_tasks: int) -> np.ndarray:
+def epoch_order(seed: int, epoch: int, num_tasks: int, shuffle: bool) -> np.ndarray:
     """The order in which an epoch goes through the tasks."""
-    return np.random.default_rng([seed, epoch]).permutation(num_tasks)
+    return np.random.default_rng([seed, epoch]).permutation(num_tasks) if shuffle else np.arange(num_tasks)
 
 
 class RolloutWorker:
     """One vLLM engine and the episodes that run on it; an asyncio Ray actor."""
 
     async def start(self, args: Args, model_path: str, dtype: str, index: int, on_gpu: bool) -> None:
-        self.args, self.busy = args, BusyClock()
+        self.args, self.index, self.busy = args, index, BusyClock()
+        self.epoch, self.order = -1, None
         self.tokenizer = load_tokenizer(model_path)
-        self.make_env, self.make_eval_env = load_env(args.env), load_env(args.eval_env or args.env)
-        self.tasks = self.make_env().tasks("train")
-        self.eval_tasks = self.make_eval_env().tasks("eval")[index :: args.engine.num_engines]
+        self.envs = self.eval_envs = EnvPool()
+        await self.envs.start(args.env, args.data, args.engine.max_in_flight * args.group_size)
+        if args.eval_env not in (None, args.env):
+            self.eval_envs = EnvPool()
+            await self.eval_envs.start(args.eval_env, args.data, args.engine.max_in_flight)
+        self.settings = {
+            "max_new_tokens": args.max_new_tokens,
+            "timeout_s": args.deadline.rollout_timeout_s,
+            "system_prompt": args.data.system_prompt,
+            "template_args": json.loads(args.data.chat_template_args),
+        }
         self.engine = Engine(model_path, dtype, args.seed + index, args.engine, on_gpu)
         await self.engine.start([self.tokenizer.eos_token_id])
 
@@ -219,32 +233,34 @@ class RolloutWorker:
             with self.busy:
                 group, drop = await self.produce_group(ticket)
             if drop:
-                await queue.drop.remote(ticket, drop)
+                await queue.drop.remote(ticket, *drop)
             else:
                 newest = max(int(segment.versions.max()) for rollout in group for segment in rollout.segments)
                 await queue.put.remote(ticket, pack_group(group), newest)
 
-    async def produce_group(self, ticket: int) -> tuple[list[Rollout], str | None]:
-        """The rollouts of one prompt, and why the group is dropped if it is. Ticket k is prompt k of the
-        epochs."""
-        epoch, position = divmod(ticket, len(self.tasks))
-        task_index = int(
-            np.random.default_rng([self.args.seed, epoch]).permutation(len(self.tasks))[position]
-        )
+    async def produce_group(self, ticket: int) -> tuple[list[Rollout], tuple[str, str] | None]:
+        """The rollouts of one prompt, and why the group is dropped if it is (reason, detail). Ticket k is
+        prompt k of the epochs."""
+        num_tasks = self.envs.num_tasks["train"]
+        epoch, position = divmod(ticket, num_tasks)
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.order = epoch_order(self.args.seed, epoch, num_tasks, self.args.data.shuffle)
         group = await rollout_group(
-            self.engine, self.tokenizer, self.make_env, self.tasks[task_index],
-            ticket=ticket, prompt_id=task_index, group_size=self.args.group_size,
-            temperature=self.args.temperature, max_new_tokens=self.args.max_new_tokens,
-            timeout_s=self.args.deadline.rollout_timeout_s,
+            self.engine, self.tokenizer, self.envs, "train", int(self.order[position]),
+            ticket=ticket, group_size=self.args.group_size, temperature=self.args.temperature,
+            **self.settings,
         )  # fmt: skip
-        valid = [rollout for rollout in group if not rollout.invalid]
-        reasons = [rollout.invalid for rollout in group if rollout.invalid]
-        return group, reasons[0] if len(valid) < 2 else None  # no baseline without a second one
+        invalid = [(rollout.invalid, rollout.info["error"]) for rollout in group if rollout.invalid]
+        return group, invalid[0] if len(group) - len(
+            invalid
+        ) < 2 else None  # no baseline without a second one
 
-    async def evaluate(self) -> list[float]:
+    async def evaluate(self) -> list[list[float]]:
+        tasks = range(self.index, self.eval_envs.num_tasks["eval"], self.args.engine.num_engines)
         return await evaluate(
-            self.engine, self.tokenizer, self.make_eval_env, self.eval_tasks,
-            max_new_tokens=self.args.max_new_tokens, timeout_s=self.args.deadline.rollout_timeout_s,
+            self.engine, self.tokenizer, self.eval_envs, tasks, samples=self.args.eval_samples,
+            temperature=self.args.temperature, **self.settings,
         )  # fmt: skip
 
     async def stats(self) -> dict:
@@ -312,11 +328,22 @@ class Trainer:
         ids_BT = batch["token_ids"].long()
         return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature)
 
-    def train_step(self, minibatches: list[tuple[list[dict], int]], lr: float) -> dict:
+    def load(self, checkpoint: str | None, init_from: str | None) -> None:
+        """Goes on from a checkpoint of this run, or starts from the weights of another."""
+        if checkpoint:
+            load_checkpoint(checkpoint, {"policy": (self.model, self.optimizer)})
+        elif init_from:
+            load_weights(init_from, self.model, self.rank)
+
+    def train_step(self, minibatches: list[tuple[list[dict], int]], lr: float, trace: str | None) -> dict:
         """One step on this rank's share: [(micro-batches, action tokens of the minibatch over all ranks)].
 
-        Returns {"sums": {metric: (sum, count)}, "peaks": {metric: max}}.
+        Returns {"sums": {metric: (sum, count)}, "peaks": {metric: max}}. `trace` is a folder for a profile.
         """
+        with traced(trace and f"{trace}/rank{self.rank}.json"):
+            return self.update(minibatches, lr)
+
+    def update(self, minibatches: list[tuple[list[dict], int]], lr: float) -> dict:
         args, sums, peaks = self.args, [], []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -384,8 +411,9 @@ class Trainer:
         logprobs_BS, _ = self.head(self.model, ids_BT[:, :-1], ids_BT[:, 1:], 1.0)
         return report | {"probe": logprobs_BS[0].tolist()}
 
-    def save(self, path: str) -> None:
-        save_model(self.model, load_tokenizer(self.model_path), path, self.rank)
+    def save(self, path: str, progress: dict) -> None:
+        parts = {"policy": (self.model, self.optimizer)}
+        save_checkpoint(path, self.rank, self.model, load_tokenizer(self.model_path), parts, progress)
 
 
 # --- The loop
@@ -421,17 +449,30 @@ def mark_late(rollouts: list[Rollout], version: int, max_staleness: int, late: s
 # [/shared:mark_late]
 
 
-def segment_rows(rollout: Rollout, advantage: float) -> list[dict]:
-    """A rollout's segments as rows of the batch."""
-    return [
-        {
-            "token_ids": s.token_ids,
-            "action_mask": s.action_mask,
-            "logprobs": s.logprobs,
-            "advantage": advantage,
-        }
-        for s in rollout.segments
+def make_rows(rollouts: list[Rollout], args: Args) -> tuple[list[list[dict]], dict[str, float]]:
+    """Reward to advantage within each group, then the segments of each valid rollout as rows of the batch.
+
+    Every segment carries its rollout's advantage. Returns (rows by rollout, advantages by rollout id).
+    """
+    advantages: dict[str, float] = {}
+    for group_id in dict.fromkeys(rollout.group_id for rollout in rollouts):
+        valid = [r for r in rollouts if r.group_id == group_id and not r.invalid]
+        values = group_advantages([rollout.reward for rollout in valid])
+        advantages |= {rollout.rollout_id: value for rollout, value in zip(valid, values, strict=True)}
+    rows = [
+        [
+            {
+                "token_ids": segment.token_ids,
+                "action_mask": segment.action_mask,
+                "logprobs": segment.logprobs,
+                "advantage": advantages[rollout.rollout_id],
+            }
+            for segment in rollout.segments
+        ]
+        for rollout in rollouts
+        if rollout.rollout_id in advantages
     ]
+    return rows, advantages
 
 
 def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[list[tuple[list[dict], int]]]:
@@ -477,8 +518,9 @@ def check_probe(run: Run, timeout_s: float) -> None:
 
 
 # [shared:start_run]
-def start_run(args, log: Logger, worker_class, trainer_class) -> Run:
-    """Ray, queue, engines and trainers, up to the first refit, after which rollouts start."""
+def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | None, progress: dict) -> Run:
+    """Ray, queue, engines and trainers, up to the first refit, after which rollouts start. `checkpoint` and
+    `progress` are those of the run that goes on, if one does."""
     engine, deadline, num_trainers = args.engine, args.deadline, args.parallel.num_trainers
     log.phase("model: preparing")
     model_path = resolve_model(args.model)
@@ -487,7 +529,7 @@ def start_run(args, log: Logger, worker_class, trainer_class) -> Run:
     cluster.start(engine.num_engines + num_trainers, args.log.output_dir)
     run, host = Run(deadline.step_timeout_s), cluster.host()
     gpus = cluster.gpus_per_actor(engine.num_engines, num_trainers)
-    plan = (args.prompts_per_step, args.max_staleness, args.order)
+    plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
     (run.queue,) = run.spawn("queue", SampleQueue, [plan], max_concurrency=10_000)
     log.phase(f"engines: {engine.num_engines} x vLLM ({dtype}); trainers: {num_trainers} x FSDP2")
     run.workers = run.spawn("engine", worker_class, [()] * engine.num_engines, num_gpus=gpus)
@@ -508,9 +550,17 @@ def start_run(args, log: Logger, worker_class, trainer_class) -> Run:
     run.probe_ids = load_tokenizer(model_path).encode(
         "The quick brown fox jumps over the lazy dog. 0123456789"
     )
-    sent = refit(run, 0, deadline.refit_timeout_s)
+    sent = refit(run, progress["step"], deadline.refit_timeout_s)  # the gate: what is there must not change
     check_probe(run, deadline.refit_timeout_s)
     log.phase(f"refit gate passed: {sent['bytes'] / 1e6:.3g} MB by {sent['mode']}")
+    if checkpoint or args.save.init_from:
+        loading = run.ask(run.trainers, "load", checkpoint, args.save.init_from)
+        run.get(loading, "loading the checkpoint", deadline.start_timeout_s)
+        refit(run, progress["step"], deadline.refit_timeout_s)
+        check_probe(run, deadline.refit_timeout_s)
+        log.phase(f"weights of {checkpoint or args.save.init_from}, policy version {progress['step']}")
+    if args.debug.eval_only:
+        return run
     for index, worker in enumerate(run.workers):
         run.task(f"engine {index}", worker.produce.remote(run.queue))
     return run
@@ -527,58 +577,102 @@ def training_metrics(ranks: list[dict]) -> dict:
     return means | peaks | ({"is/ess": weight**2 / squared} if squared else {})
 
 
-def check_flags(args: Args) -> None:
-    """Refuses what cannot work, before anything starts."""
+def check_flags(args: Args) -> int:
+    """Refuses what cannot work, before anything starts. Returns the number of training tasks."""
     for name in ("max_steps", "eval_every", "prompts_per_step", "max_new_tokens", "epochs", "minibatches"):
         checks.check_at_least(f"--{name.replace('_', '-')}", vars(args)[name], 1)
     checks.check_at_least("--max-staleness", args.max_staleness, 0)
+    checks.check_at_least("--eval-samples", args.eval_samples, 0)
     checks.check_group_size(args.group_size)
     checks.check_temperature(args.temperature)
     checks.check_kl(args.kl_coef)
     checks.check_minibatches(args.prompts_per_step, args.minibatches)
-    checks.check_output_dir(args.log.output_dir, resume=False)
-    checks.check_env("--env", args.env)
-    checks.check_env("--eval-env", args.eval_env or args.env)
+    checks.check_shared(args.engine, args.parallel, args.data, args.save, args.debug, args.log)
+    rollouts = args.prompts_per_step * args.group_size // args.minibatches
+    checks.check_ranks(args.parallel.num_trainers, rollouts)
+    return checks.check_tasks(
+        args.model, args.env, args.eval_env, args.data, args.engine, args.max_new_tokens
+    )
+
+
+def replay(args: Args, log: Logger) -> None:
+    """Trains from recorded rollouts in this very process: no Ray, no engine, and breakpoints work."""
+    trainer = Trainer(args, resolve_model(args.model), 0, torch.cuda.is_available())
+    log.phase(trainer.setup(cluster.LOOPBACK, trainer.listen(cluster.LOOPBACK), "float32"))
+    trainer.load(None, args.save.init_from)
+    for step in range(args.max_steps):
+        clock, rollouts = Stopwatch(), read_rollouts(args.debug.replay_rollouts, step)
+        lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
+        rows, advantages = make_rows(rollouts, args)
+        (share,) = make_minibatches(rows, args, step)
+        row = {"step": step, "lr": learning_rate(step, args)}
+        row |= training_metrics([trainer.update(share, row["lr"])])
+        clock.lap("time/step")
+        log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
+    trainer.save(path := f"{args.log.output_dir}/checkpoints/step_{args.max_steps}", {"step": args.max_steps})
+    log.summary({"checkpoint": path})
 
 
 def main(args: Args) -> None:
-    check_flags(args)
+    num_tasks = check_flags(args)
     args.lr = args.lr if args.lr is not None else (1e-3 if args.model == "tiny" else 1e-6)
-    env, empty_steps = env_name(args.eval_env or args.env), 0
+    plan = batch_plan(
+        prompts_per_step=args.prompts_per_step, group_size=args.group_size, minibatches=args.minibatches,
+        epochs=args.epochs, max_steps=args.max_steps, max_new_tokens=args.max_new_tokens,
+        max_staleness=args.max_staleness, max_in_flight=args.engine.max_in_flight,
+        num_engines=args.engine.num_engines, num_tasks=num_tasks,
+    )  # fmt: skip
+    if args.debug.dry_run:
+        print("\n".join(plan))
+        return
+    checkpoint, progress = None, {"step": 0, "queue": None}
+    if args.save.resume:
+        checkpoint, progress = last_checkpoint(args.log.output_dir, args.max_steps)
+    env, empty_steps, config = env_name(args.eval_env or args.env), 0, asdict(args)
     headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
-    with Logger(args.log.output_dir, asdict(args), args.max_steps, headline) as log, cluster.session():
-        log.phase(f"a step: {args.prompts_per_step} prompts x {args.group_size} rollouts, lr {args.lr:g}")
-        run = start_run(args, log, RolloutWorker, Trainer)
+    trackers = open_trackers(args.log, config)
+    with (
+        Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers) as log,
+        cluster.session(),
+    ):
+        for line in [*plan, f"lr: {args.lr:g}"]:
+            log.phase(line)
+        if args.debug.replay_rollouts:
+            return replay(args, log)
+        run = start_run(args, log, RolloutWorker, Trainer, checkpoint, progress)
+        if args.debug.eval_only:
+            scores = run.get(run.ask(run.workers, "evaluate"), "evaluation")
+            return log.summary(score_metrics(f"eval/{env}", scores))
         tokenizer = load_tokenizer(resolve_model(args.model))
 
-        for step in range(args.max_steps):
+        for step in range(progress["step"], args.max_steps):
             clock, last = Stopwatch(), step + 1 == args.max_steps
             row = {"step": step, "lr": learning_rate(step, args)}
             scoring = run.ask(run.workers, "evaluate") if step % args.eval_every == 0 else []
             ticks = [run.ask(run.workers, "stats")]
 
             # what this step trains
-            batch, counts = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
-            groups = [unpack_group(packed) for _, packed in batch]
+            batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed)]
             clock.lap("time/trainer_wait")
-            rollouts = [rollout for group in groups for rollout in group]
+            if args.debug.dump_rollouts:
+                dump_rollouts(args.debug.dump_rollouts, step, rollouts)
             lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
-
-            # reward to advantage, per group; every segment of a rollout carries the rollout's advantage
-            advantages: dict[str, float] = {}
-            for group in groups:
-                valid = [rollout for rollout in group if not rollout.invalid]
-                values = group_advantages([rollout.reward for rollout in valid])
-                advantages |= {r.rollout_id: value for r, value in zip(valid, values, strict=True)}
-            rows = [segment_rows(r, advantages[r.rollout_id]) for r in rollouts if r.rollout_id in advantages]
+            rows, advantages = make_rows(rollouts, args)
+            if step == progress["step"]:
+                shown = rollouts[:: args.group_size][:4]
+                log.preview([transcript(r, tokenizer, advantages.get(r.rollout_id)) for r in shown])
 
             # the optimizer step, or epochs x minibatches of them
             ticks += [run.ask(run.workers, "stats")]
             clock.lap("time/prepare")
             if rows:
                 shares = make_minibatches(rows, args, step)
+                profiled = 1 <= step - progress["step"] <= args.debug.profile_steps
+                trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
                 training = [
-                    t.train_step.remote(s, row["lr"]) for t, s in zip(run.trainers, shares, strict=True)
+                    trainer.train_step.remote(share, row["lr"], trace)
+                    for trainer, share in zip(run.trainers, shares, strict=True)
                 ]
                 row |= training_metrics(run.get(training, f"training step {step}"))
             empty_steps = 0 if rows else empty_steps + 1
@@ -589,7 +683,7 @@ def main(args: Args) -> None:
 
             # a score belongs to one policy: the refit waits for it
             if scoring:
-                row[f"eval/{env}/mean"] = mean_score(run.get(scoring, "evaluation"))
+                row |= score_metrics(f"eval/{env}", run.get(scoring, "evaluation"))
             clock.lap("time/eval")
             sent = refit(run, step + 1, args.deadline.refit_timeout_s)
             if not sent["changed"] and row["lr"] * row.get("grad_norm", 0) > 0:
@@ -601,17 +695,20 @@ def main(args: Args) -> None:
             # how it went
             if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
                 path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
-                run.get(run.ask(run.trainers, "save", path), "saving")
+                progress_now = {"step": step + 1, "queue": run.get(run.queue.progress.remote(), "the queue")}
+                run.get(run.ask(run.trainers, "save", path, progress_now), "saving")
             if last:
                 check_probe(run, args.deadline.refit_timeout_s)
-                scoring = run.ask(run.workers, "evaluate")
-                row[f"eval_end/{env}/mean"] = mean_score(run.get(scoring, "evaluation"))
+                scores = run.get(run.ask(run.workers, "evaluate"), "evaluation")
+                row |= score_metrics(f"eval_end/{env}", scores)
             ticks = [run.get(refs, "engine counters") for refs in [*ticks, run.ask(run.workers, "stats")]]
-            row |= rollout_metrics(rollouts, lags, num_late, counts["drops"], advantages)
+            row |= rollout_metrics(rollouts, lags, num_late, drops, advantages)
             row |= timing_metrics(clock.times, ticks, rollouts, sent)
             log.log_step(row)
             shown = rollouts[: args.log.samples_per_step]
             log.log_samples(step, [transcript(r, tokenizer, advantages.get(r.rollout_id)) for r in shown])
+            for kind, text in advice(row, rollouts, drops, args.group_size, args.max_new_tokens).items():
+                log.warn(text, kind)
         log.summary({"checkpoint": path})
 
 

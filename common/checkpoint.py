@@ -1,36 +1,126 @@
-"""Saving the model in the Hugging Face format."""
+"""Checkpoints: the model in the Hugging Face format, and what a run needs to go on from it.
 
+    checkpoints/step_40/           config, tokenizer, weights: transformers and vLLM load the folder
+    checkpoints/step_40/trainer/   weights and optimizer of every rank (torch.distributed.checkpoint)
+    checkpoints/step_40/progress.json
+
+A folder without the suffix .partial is complete. Only the newest one keeps its trainer/.
+"""
+
+import json
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
+
+from common.checks import FlagError
 
 
 @dataclass
 class SaveFlags:
     save_every: int = 0
-    """Steps between checkpoints that transformers loads. 0 saves only at the end."""
+    """Steps between checkpoints, which transformers loads and --resume goes on from. 0 saves only at the
+    end."""
+    resume: bool = False
+    """Go on with the run in --output-dir from its last complete checkpoint."""
+    init_from: str | None = None
+    """Folder of a checkpoint of the same model whose weights the run starts from (a KL reference stays
+    --model)."""
+
+
+def progress_of(folder: Path) -> dict | None:
+    try:
+        return json.loads((folder / "progress.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def last_checkpoint(output_dir: str, max_steps: int) -> tuple[str, dict]:
+    """The folder of the newest checkpoint that a run of `max_steps` can go on from, and its progress.
+
+    Raises FlagError if there is none.
+    """
+    folders = [path.parent for path in Path(output_dir, "checkpoints").glob("step_*/trainer")]
+    found = [(progress["step"], str(path), progress) for path in folders if (progress := progress_of(path))]
+    if not found:
+        raise FlagError(
+            f"--resume: {output_dir} has no checkpoint to go on from; --save-every writes them"
+        )
+    step, path, progress = max(found)
+    if step >= max_steps:
+        raise FlagError(
+            f"--max-steps {max_steps}: {output_dir} is at step {step} already; ask for more steps"
+        )
+    return path, progress
 
 
 @torch.no_grad()
-def save_model(model: torch.nn.Module, tokenizer, path: str, rank: int) -> None:
-    """Writes the folder `path` with weights, config and tokenizer; it is there complete or not at all.
-
-    Every rank must call it: gathering the shards is a collective. Rank 0 writes.
-    """
+def save_model(model: torch.nn.Module, tokenizer, path: Path, rank: int) -> None:
+    """Weights, config and tokenizer. Every rank must call it: gathering the shards is a collective."""
     state = {}
     for name, parameter in model.named_parameters():
         tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         if rank == 0:
             state[name] = tensor.detach().cpu()
-    if rank != 0:
-        return
-    partial = Path(f"{path}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial, state_dict=state)
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(path, ignore_errors=True)
-    os.rename(partial, path)
+    if rank == 0:
+        model.save_pretrained(path, state_dict=state)
+        tokenizer.save_pretrained(path)
+
+
+def trainer_state(parts: dict) -> dict:
+    states = {name: get_state_dict(model, optimizer) for name, (model, optimizer) in parts.items()}
+    return {name: {"model": model, "optimizer": optimizer} for name, (model, optimizer) in states.items()}
+
+
+def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progress: dict) -> None:
+    """Writes the folder `path`, which is there complete or not at all. Every rank must call it.
+
+    `parts` are the (model, optimizer) pairs to go on with, by name; `progress` is JSON with the key `step`.
+    """
+    final, partial = Path(path), Path(f"{path}.partial")
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    save_model(model, tokenizer, partial, rank)
+    if parts:
+        dcp.save(trainer_state(parts), checkpoint_id=partial / "trainer")
+    if rank == 0:
+        (partial / "progress.json").write_text(json.dumps(progress))
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(partial, final)
+        for other in final.parent.glob("step_*"):
+            if other != final:
+                shutil.rmtree(other / "trainer" if other.suffix != ".partial" else other, ignore_errors=True)
+
+
+def load_checkpoint(path: str, parts: dict) -> None:
+    """Weights and optimizers of `parts` as they were saved, also by another number of ranks."""
+    state = trainer_state(parts)
+    dcp.load(state, checkpoint_id=Path(path) / "trainer")
+    for name, (model, optimizer) in parts.items():
+        set_state_dict(
+            model, optimizer, model_state_dict=state[name]["model"], optim_state_dict=state[name]["optimizer"]
+        )
+
+
+def load_weights(path: str, model: torch.nn.Module, rank: int) -> None:
+    """The weights of a folder in the Hugging Face format. Raises if they are not those of this model."""
+    from transformers import AutoModelForCausalLM
+
+    state = {}
+    if rank == 0:
+        state = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)

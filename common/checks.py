@@ -5,12 +5,15 @@ starts, and `run` shows a FlagError without a traceback: a mistake on the comman
 """
 
 import difflib
+import importlib.util
+import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import NoReturn
 
-from common.env import load_env
+from common.env import EnvFlags, load_env
 
 
 class FlagError(ValueError):
@@ -42,6 +45,30 @@ def check_at_least(flag: str, value: float, minimum: float) -> None:
         raise FlagError(f"{flag} {value}: must be at least {minimum}; use {flag} {minimum} or more")
 
 
+def check_positive(flag: str, value: float) -> None:
+    """Refuses 0, negative and non-finite values."""
+    if not 0 < value < math.inf:
+        raise FlagError(f"{flag} {value}: must be a number above 0")
+
+
+def check_fraction(flag: str, value: float) -> None:
+    """Refuses values outside (0, 1]."""
+    if not 0 < value <= 1:
+        raise FlagError(f"{flag} {value}: must be above 0 and at most 1")
+
+
+def check_json_object(flag: str, text: str) -> None:
+    """Refuses what is not a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise FlagError(
+            f"{flag} {text}: not JSON ({error}); write an object like '{{\"key\": true}}'"
+        ) from error
+    if not isinstance(value, dict):
+        raise FlagError(f"{flag} {text}: not a JSON object; write one like '{{\"key\": true}}'")
+
+
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
     """Refuses a value outside `allowed` and suggests the nearest."""
     if value not in allowed:
@@ -56,16 +83,23 @@ def check_path(flag: str, path: str) -> None:
         raise FlagError(f"{flag} {path}: there is no such path; relative paths start in {Path.cwd()}")
 
 
-def check_env(flag: str, spec: str) -> None:
-    """Refuses an environment that cannot be loaded, or has no tasks."""
+def check_env(flag: str, spec: str, flags: EnvFlags) -> tuple[int, list]:
+    """The number of training tasks, and prompts of up to 64 of either split.
+
+    Refuses an environment that cannot be loaded, has no tasks, or has a reset() that raises.
+    """
     try:
-        env = load_env(spec)()
-        empty = [split for split in ("train", "eval") if not len(env.tasks(split))]
+        env = load_env(spec, flags)()
+        tasks = {split: env.tasks(split) for split in ("train", "eval")}
+        empty = [split for split in tasks if not len(tasks[split])]
+        some = [tasks[split][index] for split in tasks for index in range(min(64, len(tasks[split])))]
+        prompts = [load_env(spec, flags)().reset(task) for task in some]
     except Exception as error:  # the user's file may raise anything
         message = str(error).removeprefix(f"--env {spec}: ")
         raise FlagError(f"{flag} {spec}: {type(error).__name__}: {message}") from error
     if empty:
         raise FlagError(f"{flag} {spec}: tasks('{empty[0]}') is empty; give it at least one task")
+    return len(tasks["train"]), prompts
 
 
 def check_group_size(group_size: int) -> None:
@@ -153,3 +187,74 @@ def check_output_dir(path: str, resume: bool) -> None:
         raise FlagError(f"--output-dir {path}: holds a run; use another --output-dir, or --resume to go on")
     if resume and not holds_run:
         raise FlagError(f"--output-dir {path}: holds no run; leave out --resume, or name the run's directory")
+
+
+def check_gpu_budget(num_engines: int, num_trainers: int) -> None:
+    """`check_gpu_split` with this machine's GPUs. One GPU is shared by all; a Ray cluster checks itself."""
+    import torch
+
+    available = 0 if os.environ.get("RAY_ADDRESS") else torch.cuda.device_count()
+    if available > 1:
+        check_gpu_split(num_engines, num_trainers, available)
+
+
+def check_shared(engine, parallel, data, save, debug, log) -> None:
+    """Refuses what cannot work in the groups of flags that every algorithm has."""
+    for group, names in (
+        (engine, ("num_engines", "max_in_flight")),
+        (parallel, ("num_trainers", "micro_batch_tokens")),
+        (data, ("env_workers", "eval_size")),
+    ):
+        for name in names:
+            check_at_least(f"--{name.replace('_', '-')}", vars(group)[name], 1)
+    for group, names in ((save, ["save_every"]), (debug, ["profile_steps"]), (log, ["samples_per_step"])):
+        for name in names:
+            check_at_least(f"--{name.replace('_', '-')}", vars(group)[name], 0)
+    check_at_least("--max-model-len", engine.max_model_len, 2)
+    check_positive("--kv-cache-gb", engine.kv_cache_gb)
+    check_positive("--env-timeout-s", data.env_timeout_s)
+    check_fraction("--gpu-memory-utilization", engine.gpu_memory_utilization)
+    check_choice("--rollout-dtype", engine.rollout_dtype, ("auto", "float32", "bfloat16"))
+    check_json_object("--chat-template-args", data.chat_template_args)
+    check_gpu_budget(engine.num_engines, parallel.num_trainers)
+    if save.init_from:
+        check_path("--init-from", save.init_from)
+    if debug.replay_rollouts:
+        check_path("--replay-rollouts", debug.replay_rollouts)
+        if parallel.num_trainers > 1 or save.resume:
+            raise FlagError(
+                "--replay-rollouts trains in one process from step 0; leave out --num-trainers and --resume"
+            )
+    for package, project in (("wandb", log.wandb_project), ("trackio", log.trackio_project)):
+        if project and importlib.util.find_spec(package) is None:
+            raise FlagError(
+                f"--{package}-project {project}: {package} is not installed; pip install {package}"
+            )
+    check_output_dir(log.output_dir, save.resume)
+
+
+def check_tasks(model: str, env: str, eval_env: str | None, data, engine, max_new_tokens: int) -> int:
+    """Refuses environments without tasks, models that are not there, and prompts that leave no room for an
+    answer (of the first 64 of each split). Returns the number of training tasks."""
+    from common.models import resolve_model
+    from common.rollout import as_messages, encode, load_tokenizer, render
+
+    check_context(1, max_new_tokens, engine.max_model_len)
+    num_tasks, prompts = check_env("--env", env, data)
+    if eval_env:
+        prompts += check_env("--eval-env", eval_env, data)[1]
+    try:
+        tokenizer = load_tokenizer(resolve_model(model))
+    except (ValueError, OSError) as error:
+        message = str(error).removeprefix(f"--model {model}: ")
+        raise FlagError(f"--model {model}: {message}") from error
+    template_args = json.loads(data.chat_template_args)
+    try:
+        messages = [as_messages(prompt, data.system_prompt) for prompt in prompts]
+        lengths = [len(encode(tokenizer, render(tokenizer, each, template_args))) for each in messages]
+    except Exception as error:  # a chat template raises what it likes
+        raise FlagError(
+            f"--model {model}: its chat template does not take the prompts of --env {env}: {error}"
+        ) from error
+    check_context(max(lengths), max_new_tokens, engine.max_model_len)
+    return num_tasks

@@ -12,6 +12,10 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 ROOT_CAUSE_S = 3.0  # how long an error waits for the news that a process died, which may have caused it
 
 
+OUT_OF_MEMORY = (
+    "; out of memory: lower --micro-batch-tokens for a trainer, --gpu-memory-utilization, --kv-cache-gb or "
+    "--max-in-flight for an engine"
+)
 LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for a request to find the machine's outside address
 
 
@@ -137,7 +141,7 @@ class Run:
                 self.pings.pop(ref, None)
             pending = [ref for ref in pending if ref not in done]
             if pending and time.monotonic() > deadline:
-                raise RunError(f"{what}: nothing after {timeout_s:.0f} s")
+                raise RunError(f"{what}: nothing after {timeout_s:.0f} s{self._queue_state()}")
             if pending and time.monotonic() > next_ping:
                 next_ping = time.monotonic() + 1.0
                 waiting = set(self.pings.values())
@@ -145,6 +149,12 @@ class Run:
                 self.pings |= {handle.__ray_ready__.remote(): name for name, handle in fresh.items()}
         values = ray.get(results)
         return values[0] if single else values
+
+    def _queue_state(self) -> str:
+        try:
+            return f" ({ray.get(self.queue.state.remote(), timeout=5.0)})" if self.queue else ""
+        except Exception as error:
+            return f" (the queue does not answer: {type(error).__name__})"
 
     def _root_cause(self, error: RunError) -> RunError:
         """The error of the process that died, which may come after that of a peer (a lost connection)."""
@@ -166,11 +176,15 @@ class Run:
         except (ActorDiedError, RayActorError) as error:
             handles = {handle._actor_id.hex(): name for name, handle in self.actors.items()}
             name = handles.get(getattr(error, "actor_id", None), what)
-            raise RunError(f"{name} died (its process is gone)", died=True) from error
+            never_started = "creation task" in str(error)
+            why = str(error).strip().splitlines()[-1] if never_started else "its process is gone"
+            raise RunError(f"{name} died ({why})", died=True) from error
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             last = str(cause).strip().splitlines()[-1:] or [""]
-            raise RunError(f"{what}: {type(cause).__name__}: {last[0]}") from error
+            memory = isinstance(cause, MemoryError) or "out of memory" in str(cause).lower()
+            hint = OUT_OF_MEMORY if memory else ""
+            raise RunError(f"{what}: {type(cause).__name__}: {last[0]}{hint}") from error
 
 
 @contextlib.contextmanager

@@ -12,13 +12,37 @@ reward.
         def step(self, action):
             return Step(reward=float(("odd" if self.number % 2 else "even") in action))
 
-`--env path/to/file.py:Parity` trains on it. Every rollout gets an instance of its own.
+`--env path/to/file.py:Parity` trains on it. Environments run in processes of their own (`env_pool.py`), on
+their main thread: one that raises, hangs or crashes costs its own rollout and no other.
 """
 
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
+
+
+@dataclass
+class EnvFlags:
+    prompt_key: str = "prompt"
+    """jsonl: the key of the prompt, a string or a list of chat messages."""
+    answer_key: str = "answer"
+    """jsonl: the key of the right answer."""
+    grader: Literal["exact", "math"] = "exact"
+    """jsonl: how an answer is compared: as text up to case, or by math-verify as mathematics."""
+    eval_size: int = 128
+    """Most tasks that are held out for evaluation (at most a tenth of a JSONL file)."""
+    shuffle: bool = True
+    """Every epoch goes through the training tasks in an order of its own. --no-shuffle keeps the file's."""
+    system_prompt: str | None = None
+    """A system message before every prompt that has none."""
+    chat_template_args: str = "{}"
+    """Variables for the chat template as JSON, for example '{"enable_thinking": false}'."""
+    env_workers: int = 4
+    """Processes of an engine that grade single-turn answers; an episode of several turns has its own."""
+    env_timeout_s: float = 60.0
+    """Seconds that one reset() or step() may take; then its process is killed and the rollout invalid."""
 
 
 @dataclass
@@ -35,13 +59,16 @@ class Step:
 
 
 class Env:
-    """Subclass and give the three methods. An episode has at most `max_turns` actions."""
+    """Subclass and give the three methods. An episode has at most `max_turns` actions.
+
+    What goes in and out must be plain values (JSON). With `max_turns` 1, `reset` must depend on the task
+    alone: the process that grades an answer resets an environment of its own first.
+    """
 
     max_turns = 1
 
     def tasks(self, split: str) -> Sequence[dict]:
-        """The tasks of `split` ("train" or "eval"); the two should be disjoint. One task is a dict of plain
-        values."""
+        """The tasks of `split` ("train" or "eval"); the two should be disjoint. Called once per process."""
         raise NotImplementedError
 
     def reset(self, task: dict) -> str | list[dict]:
@@ -53,22 +80,27 @@ class Env:
         raise NotImplementedError
 
 
-def load_env(spec: str) -> Callable[[], Env]:
-    """`--env` to a function that makes environments: reverse, jsonl:FILE, or path/to/file.py:Class.
+def load_env(spec: str, flags: EnvFlags | None = None) -> Callable[[], Env]:
+    """`--env` to a function that makes environments: reverse, gym:DATASET, jsonl:FILE, path/to/file.py:Class.
 
     Raises ValueError with what is wrong and what would be right.
     """
+    flags = flags or EnvFlags()
     name, _, argument = spec.partition(":")
     if name == "reverse":
         from common.envs.reverse import Reverse
 
         return Reverse
+    if name == "gym":
+        from common.envs.gym import Gym
+
+        return lambda: Gym(argument, eval_size=flags.eval_size)
     if name == "jsonl":
         from common.envs.jsonl import Jsonl
 
-        return lambda: Jsonl(argument)
+        return lambda: Jsonl(argument, flags.prompt_key, flags.answer_key, flags.grader, flags.eval_size)
     if not name.endswith(".py") or not argument:
-        raise ValueError(f"--env {spec}: use reverse, jsonl:FILE or path/to/file.py:Class")
+        raise ValueError(f"--env {spec}: use reverse, gym:DATASET, jsonl:FILE or path/to/file.py:Class")
     if not Path(name).is_file():
         raise ValueError(f"--env {spec}: there is no file {name}")
     module_spec = importlib.util.spec_from_file_location(Path(name).stem, name)

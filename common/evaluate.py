@@ -1,34 +1,67 @@
-"""Greedy evaluation on the current engines."""
+"""Evaluation on the current engines: greedy answers, and pass@k from sampled ones."""
 
 import asyncio
+import math
 from pathlib import Path
+
+import numpy as np
 
 from common.rollout import rollout_group
 
 
 def env_name(spec: str) -> str:
-    """The name of `--env` in metrics: reverse, the stem of a JSONL file, or the class's name."""
+    """The name of `--env` in metrics: reverse, the dataset, the stem of a JSONL file, or the class's name."""
     name, _, argument = spec.partition(":")
     if not argument:
         return name
-    return argument if name.endswith(".py") else Path(argument).stem
+    return argument if name.endswith(".py") else Path(argument.partition(",")[0]).stem
 
 
 async def evaluate(
-    engine, tokenizer, make_env, tasks, *, max_new_tokens: int, timeout_s: float
-) -> list[float]:
-    """The score of one greedy answer to each task, [0, 1]. A crashed or late episode counts as wrong."""
-    groups = await asyncio.gather(*(
-        rollout_group(
-            engine, tokenizer, make_env, task, ticket=-1, prompt_id=index, group_size=1, temperature=0.0,
-            max_new_tokens=max_new_tokens, timeout_s=timeout_s,
-        )
-        for index, task in enumerate(tasks)
-    ))  # fmt: skip
-    return [0.0 if rollout.invalid else float(rollout.info["score"]) for (rollout,) in groups]
+    engine, tokenizer, envs, indices, *, samples: int, temperature: float, **settings
+) -> list[list[float]]:
+    """For each task the score in [0, 1] of a greedy answer, then those of `samples` sampled ones. `settings`
+    are those of `rollout_group`. A crashed or late episode counts as wrong."""
+
+    def play(index: int, group_size: int, temperature: float):
+        return rollout_group(
+            engine, tokenizer, envs, "eval", index, ticket=-1, group_size=group_size, temperature=temperature,
+            **settings,
+        )  # fmt: skip
+
+    groups = [play(index, 1, 0.0) for index in indices]
+    groups += [play(index, samples, temperature) for index in indices if samples]
+    scores = [
+        [0.0 if rollout.invalid else float(rollout.info["score"]) for rollout in group]
+        for group in await asyncio.gather(*groups)
+    ]
+    count = len(indices)
+    return [greedy + (scores[count + i] if samples else []) for i, greedy in enumerate(scores[:count])]
 
 
-def mean_score(shares: list[list[float]]) -> float:
-    """The mean over all tasks of what each engine scored of them."""
-    scores = [score for share in shares for score in share]
-    return sum(scores) / len(scores)
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """The chance that k of the samples have a right one, unbiased: 1 - C(n - c, k) / C(n, k).
+
+    "Evaluating Large Language Models Trained on Code", arXiv 2107.03374.
+    """
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def score_metrics(prefix: str, shares: list[list[list[float]]]) -> dict[str, float]:
+    """`mean` of the greedy answers with half the width of its 95% interval (normal, over tasks); with n > 0
+    sampled answers `avg@n`, and `pass@k` for k = 2, 4, 8, ... n, where right is a score of 1.
+
+    `shares` has the scores of each engine's tasks, as `evaluate` returns them.
+    """
+    tasks = [scores for share in shares for scores in share]
+    greedy, sampled = np.array([scores[0] for scores in tasks]), [scores[1:] for scores in tasks]
+    metrics = {f"{prefix}/mean": float(greedy.mean())}
+    metrics[f"{prefix}/ci95"] = (
+        float(1.96 * greedy.std(ddof=1) / math.sqrt(len(tasks))) if len(tasks) > 1 else 1.0
+    )
+    if n := len(sampled[0]):
+        metrics[f"{prefix}/avg@{n}"] = float(np.mean(sampled))
+        for k in (2**power for power in range(1, n.bit_length()) if 2**power <= n):
+            chances = [pass_at_k(n, scores.count(1.0), k) for scores in sampled]
+            metrics[f"{prefix}/pass@{k}"] = float(np.mean(chances))
+    return metrics

@@ -28,6 +28,12 @@ class LogFlags:
     """Folder for metrics, transcripts and checkpoints. Default: a new one under runs/, named by the time."""
     samples_per_step: int = 2
     """Rollouts of a step that go to samples.jsonl as text, with reward and advantage."""
+    tensorboard: bool = True
+    """Write TensorBoard files to tensorboard/ in --output-dir."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project (pip install wandb)."""
+    trackio_project: str | None = None
+    """Also log to this trackio project (pip install trackio)."""
 
 
 def merge(parts: list[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
@@ -62,6 +68,12 @@ def _show(value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def _flat(config: dict) -> dict:
+    """Flags by name, without their groups."""
+    groups = [value for value in config.values() if isinstance(value, dict)]
+    return {k: v for part in (config, *groups) for k, v in part.items() if not isinstance(v, dict)}
+
+
 def _is_score(key: str) -> bool:
     return key.startswith(("eval/", "eval_end/")) and key.endswith("/mean")
 
@@ -72,10 +84,14 @@ class Logger:
     `config` holds all flags (`dataclasses.asdict(args)`). `headline` are the metrics that each printed line
     shows (evaluation scores come on top); the first, usually the reward, is also in the live line, the
     summary and the curve. A resumed run passes `first_step`: rows and samples of that step and later, which
-    it will measure again, are removed. Raises ValueError if an earlier row is missing.
+    it will measure again, are removed. Raises ValueError if an earlier row is missing. `trackers` get what
+    the files get (`open_trackers`).
     """
 
-    def __init__(self, output_dir, config: dict, total_steps: int, headline: tuple[str, ...], first_step=0):
+    def __init__(
+        self, output_dir, config: dict, total_steps: int, headline: tuple[str, ...], first_step=0, trackers=()
+    ):
+        self.trackers = trackers
         self.output_dir, self.total_steps, self.headline = Path(output_dir), total_steps, headline
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self.live = self.console.status("", refresh_per_second=4)
@@ -83,7 +99,7 @@ class Logger:
         self.warned: set[str] = set()
         self.scores: dict[str, float] = {}  # the newest evaluation scores
         self.output_dir.mkdir(parents=True, exist_ok=True)
-        self._write_config(config)
+        self.changed_flags = self._write_config(config)
         self.rows = self._keep_before("metrics.jsonl", first_step)  # all rows of the run stay in memory
         self._keep_before("samples.jsonl", first_step)
         if [row["step"] for row in self.rows] != list(range(first_step)):
@@ -92,6 +108,8 @@ class Logger:
         self.samples_file = open(self.output_dir / "samples.jsonl", "ab")
 
     def __enter__(self) -> "Logger":
+        for change in self.changed_flags:
+            self.warn(change)
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -102,14 +120,20 @@ class Logger:
             with contextlib.suppress(OSError):  # a full disk must not hide what ended the run
                 self.draw_curve()
 
-    def _write_config(self, config: dict) -> None:
+    def _write_config(self, config: dict) -> list[str]:
+        """Writes config.json. Returns what differs from the flags that the run was started with, if any."""
         versions = {"python": sys.version.split()[0]}
         for package in PACKAGES:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 versions[package] = importlib.metadata.version(package)
         content = {"command": shlex.join(sys.orig_argv), "flags": config, "versions": versions}
         text = json.dumps(content, indent=2, sort_keys=True, default=str)
-        (self.output_dir / "config.json").write_text(text + "\n")
+        path = self.output_dir / "config.json"
+        before = _flat(json.loads(path.read_text())["flags"]) if path.exists() else {}
+        now = _flat(json.loads(text)["flags"])
+        path.write_text(text + "\n")
+        changed = [name for name in now if name in before and before[name] != now[name] and name != "resume"]
+        return [f"--{name.replace('_', '-')} was {before[name]}, now it is {now[name]}" for name in changed]
 
     def _keep_before(self, name: str, first_step: int) -> list[dict]:
         """Cuts a file to its whole lines of steps before `first_step`, and returns them parsed."""
@@ -143,11 +167,19 @@ class Logger:
         if not self.console.is_terminal:
             self.console.print(f"[{time.monotonic() - self.started:5.1f} s] {text}")
 
-    def warn(self, message: str) -> None:
-        """Prints a warning, each distinct message once."""
-        if message not in self.warned:
-            self.warned.add(message)
+    def warn(self, message: str, kind: str | None = None) -> None:
+        """Prints a warning, once for each `kind` (by itself: for each distinct message)."""
+        if (kind or message) not in self.warned:
+            self.warned.add(kind or message)
             self.console.print(f"warning: {message}", style="yellow")
+
+    def preview(self, samples: list[dict]) -> None:
+        """Shows rollouts before the first step trains them: what the model is asked, answers and earns."""
+        for sample in samples:
+            why = f" (invalid: {sample['invalid']})" if sample["invalid"] else ""
+            self.console.rule(f"rollout {sample['rollout_id']}: reward {sample['reward']:.3g}{why}")
+            self.console.print(Text(sample["prompt"], style="dim"), Text(sample["transcript"]))
+        self.console.rule("training starts")
 
     def log_step(self, row: dict) -> None:
         """Adds the row of one step. Values are numbers or lists of numbers, keys are in algos/README.md.
@@ -159,6 +191,9 @@ class Logger:
             raise ValueError(f"a row of step {row.get('step')}; due is step {step} of {self.total_steps}")
         row = self._append(self.metrics_file, {"step": step} | row)
         self.rows.append(row)
+        scalars = {key: value for key, value in row.items() if isinstance(value, int | float)}
+        for tracker in self.trackers:
+            tracker.log(step, scalars)
         scores = {key: value for key, value in row.items() if _is_score(key)}
         self.scores |= scores
         shown = {key: row[key] for key in self.headline if row.get(key) is not None}
@@ -183,6 +218,8 @@ class Logger:
         """
         for sample in samples:
             self._append(self.samples_file, {"step": step} | sample)
+        for tracker in self.trackers:
+            tracker.log_samples(step, samples)
 
     def _points(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of a metric, where it was logged and finite."""
@@ -266,5 +303,6 @@ class Logger:
     def close(self) -> None:
         """Ends the live line and closes the files. A second call does nothing."""
         self.live.stop()
-        self.metrics_file.close()
-        self.samples_file.close()
+        for resource in (self.metrics_file, self.samples_file, *self.trackers):
+            resource.close()
+        self.trackers = ()

@@ -68,12 +68,14 @@ def rollout_metrics(
     rollouts: list[Rollout],
     lags: list[int],
     num_late: int,
-    drops: dict[str, int],
+    drops: dict[str, tuple[int, str]],
     advantages: dict[str, float],
 ) -> dict:
-    """What the rollouts of a step were like. Rewards are averaged over valid rollouts, lengths over all."""
+    """What the rollouts of a step were like. Rewards are averaged over valid rollouts, lengths over all.
+    `drops` has the dropped groups by reason: how many, and a detail."""
     valid = [rollout for rollout in rollouts if not rollout.invalid]
-    reasons = Counter(rollout.invalid for rollout in rollouts if rollout.invalid) + Counter(drops)
+    reasons = Counter(rollout.invalid for rollout in rollouts if rollout.invalid)
+    reasons += Counter({reason: count for reason, (count, _) in drops.items()})
     rewards: dict[str, list[float]] = {}
     for rollout in valid:
         rewards.setdefault(rollout.group_id, []).append(rollout.reward)
@@ -95,3 +97,26 @@ def rollout_metrics(
         "rollout/turns_mean": float(np.mean([len(rollout.rewards) for rollout in rollouts])),
         "rollout/forks_mean": float(np.mean([max(len(rollout.segments) - 1, 0) for rollout in rollouts])),
     }
+
+
+def advice(row: dict, rollouts: list[Rollout], drops: dict, group_size: int, max_new_tokens: int) -> dict:
+    """What a step shows to be wrong with the run, by kind. Each kind is worth saying once."""
+    found = {}
+    errors = {r.invalid: r.info["error"] for r in rollouts if r.invalid and "error" in r.info}
+    for reason, error in (errors | {reason: detail for reason, (_, detail) in drops.items()}).items():
+        last_line = error.strip().splitlines()[-1]
+        found[reason] = f"some rollouts are invalid ({reason}): {last_line}"
+    if row.get("reward/zero_std_group_frac") == 1:
+        found["equal rewards"] = (
+            f"no group has two different rewards (mean {row['reward/mean']:.3g}), so nothing is learned: the "
+            "task is too hard or too easy. Change it, give partial credit, warm up with algos/sft.py, or "
+            f"raise --group-size (now {group_size}) or --temperature"
+        )
+    if row["rollout/truncated_frac"] > 0.5:
+        found["truncated"] = (
+            f"{row['rollout/truncated_frac']:.0%} of the rollouts were cut off: raise --max-new-tokens "
+            f"(now {max_new_tokens}) or ask for shorter answers"
+        )
+    if row.get("rollout/dropped/no_room"):
+        found["no_room"] = "some prompts leave no room for an answer: raise --max-model-len"
+    return found

@@ -1,15 +1,15 @@
 """The vLLM engine and the one multi-turn token loop: ids in, ids + log-probs + versions out."""
 
 import asyncio
+import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
 import torch
 
-from common.env import Env, Step
+from common.env_pool import EnvError, EnvPool
 from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
 
 
@@ -165,16 +165,24 @@ def read_completion(output) -> Completion:
 # --- Episodes
 
 
-def render(tokenizer, messages: list[dict]) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+def render(tokenizer, messages: list[dict], template_args: dict) -> str:
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **template_args
+    )
 
 
 def encode(tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def as_messages(prompt: str | list[dict]) -> list[dict]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+def as_messages(prompt: str | list[dict], system_prompt: str | None) -> list[dict]:
+    """A prompt as chat messages, after the system prompt unless it brings its own. Raises EnvError."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, list) or not messages or not all("content" in m for m in messages):
+        raise EnvError("env_error", f"reset() returned {prompt!r:.80}, not a string or chat messages")
+    if system_prompt and messages[0].get("role") != "system":
+        return [{"role": "system", "content": system_prompt}, *messages]
+    return messages
 
 
 def next_context(
@@ -194,18 +202,19 @@ def next_context(
 
 
 async def play(
-    engine, tokenizer, env: Env, messages: list[dict], rendered: str, prompt_ids: list[int],
-    first: Completion | None, *, rollout: Rollout, temperature: float, max_new_tokens: int,
-) -> Rollout:  # fmt: skip
-    """Plays one episode to its end and fills `rollout`. `first` is the first turn if it is sampled already.
-    `rendered` and `prompt_ids` are `messages` through the chat template.
+    engine, tokenizer, messages: list[dict], rendered: str, prompt_ids: list[int], step,
+    first: Completion | None, *, rollout: Rollout, max_turns: int, temperature: float, max_new_tokens: int,
+    template_args: dict,
+) -> None:  # fmt: skip
+    """Plays one episode to its end and fills `rollout`. `rendered` and `prompt_ids` are `messages` through
+    the chat template; `step` is the environment's; `first` is the first turn if it is sampled already.
 
-    What the environment does wrong makes the rollout invalid, with the reason; what the engine does is
-    raised.
+    What the environment does wrong, or a broken record, makes the rollout invalid, with the reason; what the
+    engine does is raised.
     """
     segment: Segment | None = None
     context = prompt_ids
-    for turn in range(env.max_turns):
+    for turn in range(max_turns):
         ids = [*(segment.token_ids.tolist() if segment else []), *context]
         room = min(max_new_tokens, engine.max_model_len - len(ids))
         if room < 1:  # the context is full
@@ -213,7 +222,7 @@ async def play(
             if played:
                 played[-1].finish_reason = "length"
             else:
-                rollout.invalid, rollout.info["error"] = "no_room", f"a prompt of {len(ids)} tokens"
+                rollout.fail("no_room", f"a prompt of {len(ids)} tokens")
             break
         completion = first if turn == 0 and first else (await engine.generate(ids, 1, temperature, room))[0]
         try:
@@ -222,84 +231,93 @@ async def play(
                 completion.finish_reason,
             )  # fmt: skip
         except RecordError as error:
-            rollout.invalid, rollout.info["error"] = "bad_record", f"{rollout.rollout_id}: {error}"
-            return rollout
+            rollout.fail("bad_record", f"{rollout.rollout_id}: {error}")
+            return
         stopped = completion.finish_reason == "stop"
         action = tokenizer.decode(completion.token_ids[:-1] if stopped else completion.token_ids)
         try:
-            step = env.step(action)
-            if not isinstance(step, Step):
-                raise TypeError(f"step() returned a {type(step).__name__}, not a Step")
-            rollout.rewards.append(check_reward(step.reward))
-            score = rollout.reward if step.score is None else check_reward(step.score)
-            rollout.info |= {**step.info, "score": score}
+            outcome = await step(action)
+            rollout.rewards.append(check_reward(outcome.reward))
+            score = rollout.reward if outcome.score is None else check_reward(outcome.score)
+            rollout.info |= {**outcome.info, "score": score}
         except RecordError as error:
-            rollout.invalid, rollout.info["error"] = "bad_reward", str(error)
-        except Exception as error:  # the user's code may raise anything; the run goes on
-            rollout.invalid, rollout.info["error"] = "env_error", f"{type(error).__name__}: {error}"
+            rollout.fail("bad_reward", str(error))
+        except EnvError as error:
+            rollout.fail(error.reason, str(error))
         if rollout.invalid:
             break
-        if step.observation is None:
+        if outcome.truncated:
+            segment.finish_reason = "length"
+        if outcome.observation is None:
             break
-        turns = [{"role": "assistant", "content": action}, {"role": "user", "content": step.observation}]
+        turns = [
+            {"role": "assistant", "content": action},
+            {"role": "user", "content": outcome.observation},
+        ]
         messages = [*messages, *turns]
-        full = render(tokenizer, messages)
-        sampled_end = (
-            tokenizer.decode(completion.token_ids[-1:]) if completion.finish_reason == "stop" else ""
-        )
+        full = render(tokenizer, messages, template_args)
+        sampled_end = tokenizer.decode(completion.token_ids[-1:]) if stopped else ""
         context, forked = next_context(tokenizer, rendered, action, sampled_end, full)
         rendered = full
         if forked:
             rollout.segments.append(segment)
             segment = None
     rollout.segments += [segment] if segment else []
-    return rollout
 
 
 async def rollout_group(
-    engine: Engine, tokenizer, make_env: Callable[[], Env], task: dict, *, ticket: int, prompt_id,
-    group_size: int, temperature: float, max_new_tokens: int, timeout_s: float,
+    engine: Engine, tokenizer, envs: EnvPool, split: str, index: int, *, ticket: int, group_size: int,
+    temperature: float, max_new_tokens: int, timeout_s: float, system_prompt: str | None, template_args: dict,
 ) -> list[Rollout]:  # fmt: skip
-    """`group_size` episodes of one task. A single-turn environment gets all of them from one engine request.
+    """`group_size` episodes of task `index` of `split`. A single-turn environment gets all of them from one
+    engine request; an episode of several turns has an environment process of its own.
 
     An episode that is not over after `timeout_s` seconds is invalid with the reason "timeout".
     """
-    rollouts = [
-        Rollout(f"{ticket}.{index}", f"g{ticket}", ticket, str(prompt_id), [], [])
-        for index in range(group_size)
-    ]
-    envs, prompts, rendered = [], [], []
-    try:
-        for _ in range(group_size):
-            envs.append(make_env())
-            prompts.append(as_messages(envs[-1].reset(task)))
-            same = len(prompts) > 1 and prompts[-1] == prompts[0]
-            rendered.append(rendered[0] if same else render(tokenizer, prompts[-1]))
-    except Exception as error:  # the user's code may raise anything; the run goes on
-        for rollout in rollouts:
-            rollout.invalid, rollout.info["error"] = "env_error", f"{type(error).__name__}: {error}"
-        return rollouts
-    ids = {text: encode(tokenizer, text) for text in set(rendered)}
-    first: list[Completion | None] = [None] * group_size
-    over: set[int] = set()
+    rollouts = [Rollout(f"{ticket}.{g}", f"g{ticket}", ticket, str(index), [], []) for g in range(group_size)]
+    over: set[str] = set()
 
-    async def episode(index: int) -> None:
+    def prepare(prompt) -> tuple[list[dict], str, list[int]]:
+        messages = as_messages(prompt, system_prompt)
+        rendered = render(tokenizer, messages, template_args)
+        return messages, rendered, encode(tokenizer, rendered)
+
+    async def finish(rollout: Rollout, prepared: tuple, step, first: Completion | None) -> None:
         await play(
-            engine, tokenizer, envs[index], prompts[index], rendered[index], ids[rendered[index]],
-            first[index], rollout=rollouts[index], temperature=temperature, max_new_tokens=max_new_tokens,
+            engine, tokenizer, *prepared, step, first, rollout=rollout, max_turns=envs.max_turns,
+            temperature=temperature, max_new_tokens=max_new_tokens, template_args=template_args,
         )  # fmt: skip
-        over.add(index)
+        over.add(rollout.rollout_id)
 
-    try:
-        async with asyncio.timeout(timeout_s):
-            room = min(max_new_tokens, engine.max_model_len - len(ids[rendered[0]]))
-            if envs[0].max_turns == 1 and len(ids) == 1 and room > 0:
-                first = await engine.generate(ids[rendered[0]], group_size, temperature, room)
-            await asyncio.gather(*(episode(index) for index in range(group_size)))
-    except TimeoutError:
-        for index, rollout in enumerate(rollouts):
-            if index not in over:
-                rollout.invalid, rollout.info["error"] = "timeout", f"not over after {timeout_s} s"
+    async def single_turn() -> None:
+        prepared = prepare(await envs.reset(split, index))
+        room = min(max_new_tokens, engine.max_model_len - len(prepared[2]))
+        first = [None] * group_size
+        if room > 0:
+            first = await engine.generate(prepared[2], group_size, temperature, room)
+        step = functools.partial(envs.grade, split, index)
+        await asyncio.gather(*(finish(rollouts[g], prepared, step, first[g]) for g in range(group_size)))
+
+    async def several_turns(rollout: Rollout) -> None:
+        async with envs.episode(split, index) as (prompt, step):
+            await finish(rollout, prepare(prompt), step, None)
+
+    async def limited(episodes, of: list[Rollout]) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await episodes
+        except TimeoutError:
+            reason, detail = "timeout", f"not over after {timeout_s} s"
+        except EnvError as error:
+            reason, detail = error.reason, str(error)
+        for rollout in of:
+            if rollout.rollout_id not in over and not rollout.invalid:
+                rollout.fail(reason, detail)
+
+    if envs.max_turns == 1:
+        await limited(single_turn(), rollouts)
+    else:
+        await asyncio.gather(*(limited(several_turns(rollout), [rollout]) for rollout in rollouts))
     return rollouts
 
 

@@ -71,6 +71,10 @@ class Rollout:
     info: dict = field(default_factory=dict)  # floats become metrics, strings stay with the transcript
     invalid: str | None = None
 
+    def fail(self, reason: str, detail: str) -> None:
+        """Makes the rollout invalid. `reason` is a short name that is counted, `detail` goes to info."""
+        self.invalid, self.info["error"] = reason, detail
+
     @property
     def reward(self) -> float:
         """The episode's reward: the sum over its turns."""

@@ -9,7 +9,7 @@ class; `main` wraps it with `ray.remote`.
 import asyncio
 import pickle
 import time
-from collections import Counter
+from collections import deque
 
 import ray
 
@@ -36,7 +36,8 @@ class SampleQueue:
     """Tickets out, finished groups in.
 
     `order` "arrival" trains the P oldest finished groups, "ticket" the next P tickets that were not dropped.
-    A resumed run goes on at `first_ticket` and `first_version`. Nothing is admitted before the first refit.
+    A resumed run gives the version that it starts with and the `progress()` of the queue before it: tickets
+    that were not trained are handed out again. Nothing is admitted before the first refit.
     """
 
     def __init__(
@@ -44,16 +45,19 @@ class SampleQueue:
         groups_per_step: int,
         max_staleness: int,
         order: str,
-        first_ticket: int = 0,
         first_version: int = 0,
+        progress: dict | None = None,
     ):
+        progress = progress or {"next_ticket": 0, "next_to_train": 0, "again": [], "dropped": []}
         self.groups_per_step, self.max_staleness, self.order = groups_per_step, max_staleness, order
         self.version, self.first_version = -1, first_version
-        self.next_ticket_number = self.next_to_train = first_ticket
+        self.next_ticket_number, self.next_to_train = progress["next_ticket"], progress["next_to_train"]
+        self.again = deque(progress["again"])
         self.admitted = 0  # tickets handed out here and not dropped
         self.finished: dict[int, object] = {}
-        self.dropped: set[int] = set()
-        self.drop_reasons: Counter = Counter()
+        self.dropped: set[int] = set(progress["dropped"])
+        self.drops_in_a_row = 0
+        self.drops: dict[str, tuple[int, str]] = {}  # by reason: how many, the last one's detail
         self.running: dict[int, float] = {}  # ticket -> start time
         self.closed: str | None = None
         self.changed = asyncio.Condition()
@@ -77,8 +81,8 @@ class SampleQueue:
         """The next ticket, as soon as admission allows its group to start. Raises QueueClosed at the run's
         end."""
         await self._wait_until(self._may_start)
-        ticket = self.next_ticket_number
-        self.next_ticket_number += 1
+        ticket = self.again.popleft() if self.again else self.next_ticket_number
+        self.next_ticket_number = max(self.next_ticket_number, ticket + 1)
         self.admitted += 1
         self.running[ticket] = time.monotonic()
         return ticket
@@ -91,14 +95,23 @@ class SampleQueue:
             )
         self.running.pop(ticket, None)
         self.finished[ticket] = group
+        self.drops_in_a_row = 0
         await self._notify()
 
-    async def drop(self, ticket: int, reason: str) -> None:
-        """A group that will not be trained. It hands its allowance back, else the loop would run dry."""
+    async def drop(self, ticket: int, reason: str, detail: str = "") -> None:
+        """A group that will not be trained. It hands its allowance back, else the loop would run dry.
+
+        Three steps' worth of them without a good one between them close the queue: training would never
+        start.
+        """
         self.running.pop(ticket, None)
         self.dropped.add(ticket)
-        self.drop_reasons[reason] += 1
+        self.drops[reason] = (self.drops.get(reason, (0, ""))[0] + 1, detail)
         self.admitted -= 1
+        self.drops_in_a_row += 1
+        if self.drops_in_a_row == 3 * self.groups_per_step:
+            last = f"{reason}: {detail.strip().splitlines()[-1]}" if detail.strip() else reason
+            await self.close(f"{self.drops_in_a_row} groups in a row were dropped, the last for {last}")
         await self._notify()
 
     def _next_batch(self) -> list[int] | None:
@@ -118,9 +131,9 @@ class SampleQueue:
             ticket += 1
         return batch
 
-    async def get(self, step: int) -> tuple[list, dict]:
-        """The groups that step `step` trains, [(ticket, group)], and the queue's counters since the last
-        call.
+    async def get(self, step: int) -> tuple[list, dict[str, tuple[int, str]]]:
+        """The groups that step `step` trains, [(ticket, group)], and the dropped ones since the last call by
+        reason: how many, and the last one's detail.
 
         Raises RuntimeError if the engines do not hold the weights of `step`: a refit is missing.
         """
@@ -132,12 +145,8 @@ class SampleQueue:
         tickets = self._next_batch()
         self.next_to_train = tickets[-1] + 1 if self.order == "ticket" else self.next_to_train
         groups = [(ticket, self.finished.pop(ticket)) for ticket in tickets]
-        drops, self.drop_reasons = dict(self.drop_reasons), Counter()
-        return groups, {
-            "drops": drops,
-            "waiting_groups": len(self.finished),
-            "running_groups": len(self.running),
-        }
+        drops, self.drops = self.drops, {}
+        return groups, drops
 
     async def set_version(self, version: int) -> None:
         """The engines now hold `version`; admission moves on. A repeat of the same version adds nothing."""
@@ -152,8 +161,17 @@ class SampleQueue:
         self.closed = self.closed or reason
         await self._notify()
 
-    async def state(self) -> dict:
-        """What the run waits for, for messages: version, tickets that run and for how long, what is
-        finished."""
-        ages = {ticket: round(time.monotonic() - start, 1) for ticket, start in sorted(self.running.items())}
-        return {"version": self.version, "running": ages, "finished": sorted(self.finished)}
+    async def state(self) -> str:
+        """What the run waits for, for messages."""
+        waited = [time.monotonic() - start for start in self.running.values()]
+        oldest = f", the oldest for {max(waited):.0f} s" if waited else ""
+        return f"{len(self.running)} groups are running{oldest}; {len(self.finished)} are finished"
+
+    async def progress(self) -> dict:
+        """Where the data stands once the running step is trained, for `SampleQueue(progress=...)`."""
+        return {
+            "next_ticket": self.next_ticket_number,
+            "next_to_train": self.next_to_train,
+            "again": sorted([*self.running, *self.finished, *self.again]),
+            "dropped": sorted(ticket for ticket in self.dropped if ticket >= self.next_to_train),
+        }

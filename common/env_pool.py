@@ -1,0 +1,226 @@
+"""Environments in worker processes: what a user's environment does wrong stays there.
+
+    RolloutWorker (asyncio)  --control: a socket for each worker-->  zygote (environment imported, tasks read)
+          |                                                             | fork
+          '--JSON lines: reset, step, grade--------------------------> worker (runs them on its main thread)
+
+A fork is cheap (a few ms) and shares the tasks' memory, so a worker in which anything went wrong is killed
+and replaced. Nothing is pickled.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from common.env import Env, EnvFlags, Step, load_env
+
+LINE_BYTES = 256 << 20  # longest message
+LEASES = 1_000  # a worker is replaced after so many, and with it whatever it has leaked
+
+
+class EnvError(Exception):
+    """An environment did something wrong; `reason` is why its rollout is invalid."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(detail)
+        self.reason = reason
+
+
+class Worker:
+    """The client's end of one worker process."""
+
+    def __init__(
+        self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout_s: float
+    ):
+        self.pid, self.reader, self.writer, self.timeout_s = pid, reader, writer, timeout_s
+        self.leases, self.alive = 0, True
+
+    async def call(self, method: str, **values) -> dict:
+        """The worker's answer. Raises EnvError: env_error (it raised), env_timeout, env_died.
+
+        After any error the process is gone: the answer of a cancelled call would pass for that of the next.
+        """
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                self.writer.write(json.dumps({"method": method} | values).encode() + b"\n")
+                line = await self.reader.readline()
+            answer = json.loads(line) if line.endswith(b"\n") else None
+        except TimeoutError:
+            self.kill()
+            raise EnvError("env_timeout", f"{method}() was not over after {self.timeout_s} s") from None
+        except OSError:  # the socket broke
+            answer = None
+        except BaseException:
+            self.kill()
+            raise
+        if answer is None or "error" in answer:
+            self.kill()
+            reason = "env_error" if answer else "env_died"
+            raise EnvError(reason, answer["error"] if answer else f"its process died in {method}()")
+        return answer
+
+    def kill(self) -> None:
+        self.alive = False
+        self.writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class EnvPool:
+    """The environments of one engine. Await `start`; then `reset` and `grade`, or an `episode`.
+
+    `num_tasks` has the number of tasks by split.
+    """
+
+    async def start(self, spec: str, flags: EnvFlags, episodes: int) -> None:
+        """`episodes`: how many of several turns may be played at a time. Raises EnvError if the import
+        fails."""
+        self.control, theirs = socket.socketpair()
+        path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        self.zygote = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "common.env_pool", str(theirs.fileno()), spec, json.dumps(asdict(flags)),
+            pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path},
+        )  # fmt: skip
+        theirs.close()
+        self.timeout_s = flags.env_timeout_s
+        worker = await self._fork()
+        about = await worker.call("about")
+        self.num_tasks, self.max_turns = about["num_tasks"], about["max_turns"]
+        self.free: asyncio.LifoQueue = asyncio.LifoQueue()  # workers, above places for workers to come
+        for _ in range(1, flags.env_workers if self.max_turns == 1 else episodes):
+            self.free.put_nowait(None)
+        self.free.put_nowait(worker)
+
+    async def _fork(self) -> Worker:
+        ours, theirs = socket.socketpair()
+        socket.send_fds(self.control, [b"\n"], [theirs.fileno()])
+        theirs.close()
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LINE_BYTES)
+        pid = await reader.readline()
+        if not pid:
+            raise EnvError("env_died", "the environment could not be loaded; its log says why")
+        return Worker(int(pid), reader, writer, self.timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def worker(self):
+        """A worker of one's own. One that was killed meanwhile, or has served long enough, is replaced."""
+        worker = await self.free.get()
+        try:
+            worker = worker or await self._fork()
+            worker.leases += 1
+            yield worker
+        finally:
+            if worker and worker.alive and worker.leases == LEASES:
+                worker.kill()
+            self.free.put_nowait(worker if worker and worker.alive else None)
+
+    async def reset(self, split: str, index: int) -> str | list[dict]:
+        """The prompt of a task."""
+        async with self.worker() as worker:
+            return (await worker.call("reset", split=split, index=index))["prompt"]
+
+    async def grade(self, split: str, index: int, action: str) -> Step:
+        """What the only action of an episode brought."""
+        async with self.worker() as worker:
+            return Step(**await worker.call("grade", split=split, index=index, action=action))
+
+    @contextlib.asynccontextmanager
+    async def episode(self, split: str, index: int):
+        """An environment in a worker of its own: yields (its prompt, its `step`)."""
+        async with self.worker() as worker:
+            answer = await worker.call("reset", split=split, index=index)
+
+            async def step(action: str) -> Step:
+                return Step(**await worker.call("step", action=action))
+
+            yield answer["prompt"], step
+
+    def close(self) -> None:
+        self.control.close()  # the zygote ends, and with it its workers
+
+
+# --- The other side
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def plain(value):
+    """For json: numpy and torch numbers as Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{value!r} is a {type(value).__name__}: give plain values (JSON)")
+
+
+class Server:
+    """What a worker does on request: one environment at a time."""
+
+    def __init__(self, make_env: Callable[[], Env], tasks: dict):
+        self.make_env, self.tasks, self.env = make_env, tasks, None
+
+    def about(self) -> dict:
+        num_tasks = {split: len(tasks) for split, tasks in self.tasks.items()}
+        return {"num_tasks": num_tasks, "max_turns": self.make_env().max_turns}
+
+    def reset(self, split: str, index: int) -> dict:
+        self.env = self.make_env()
+        return {"prompt": self.env.reset(self.tasks[split][index])}
+
+    def step(self, action: str) -> dict:
+        step = self.env.step(action)
+        if not isinstance(step, Step):
+            raise TypeError(f"step() returned a {type(step).__name__}, not a Step")
+        if not isinstance(step.observation, str | None) or not isinstance(step.info, dict):
+            raise TypeError("step() returned an observation that is no text, or an info that is no dict")
+        return vars(step)
+
+    def grade(self, split: str, index: int, action: str) -> dict:
+        self.reset(split, index)
+        return self.step(action)
+
+
+def serve(connection: socket.socket, server: Server) -> None:
+    with connection.makefile("rwb") as stream:
+        stream.write(b"%d\n" % os.getpid())
+        stream.flush()
+        for line in stream:
+            request = json.loads(line)
+            try:
+                answer = json.dumps(getattr(server, request.pop("method"))(**request), default=plain)
+            except Exception:  # the user's code may raise anything
+                answer = json.dumps({"error": traceback.format_exc(limit=-4)})
+            stream.write(answer.encode() + b"\n")
+            stream.flush()
+
+
+def main(control: socket.socket, spec: str, flags: EnvFlags) -> None:
+    """The zygote: forks a worker for every socket that comes, until its parent is gone."""
+    faulthandler.enable()
+    die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    make_env = load_env(spec, flags)
+    env = make_env()
+    server = Server(make_env, {split: env.tasks(split) for split in ("train", "eval")})
+    while fds := socket.recv_fds(control, 1, 1)[1]:
+        if os.fork() == 0:
+            die_with_parent()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the environment may have children
+            control.close()
+            serve(socket.socket(fileno=fds[0]), server)
+            os._exit(0)
+        os.close(fds[0])
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], EnvFlags(**json.loads(sys.argv[3])))
