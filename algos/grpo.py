@@ -40,22 +40,25 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 import tyro
+from annotated_types import Ge, Gt, Le, Lt
+from tyro.conf import OmitArgPrefixes
 
 from common import checks, cluster
-from common.batching import micro_batches
-from common.checkpoint import SaveFlags, last_checkpoint, load_checkpoint, load_weights, save_checkpoint
+from common.batching import micro_batches, segment_row, to_device
+from common.checkpoint import SaveFlags, load_checkpoint, load_weights, save_checkpoint, starting_point
 from common.cluster import DeadlineFlags, Run, RunError
 from common.debug import DebugFlags, batch_plan, dump_rollouts, read_rollouts, traced
 from common.env import EnvFlags
-from common.env_pool import EnvPool
+from common.envs.pool import EnvPool
 from common.evaluate import env_name, evaluate, score_metrics
-from common.logger import LogFlags, Logger, mean_of, merge
+from common.logger import LogFlags, Logger
 from common.logprobs import LogprobHead
-from common.metrics import BusyClock, Stopwatch, advice, rollout_metrics, timing_metrics
-from common.models import resolve_model
+from common.metrics import BusyClock, Stopwatch, advice, mismatch_metrics, rank_metrics, rollout_metrics
+from common.metrics import timing_metrics, training_metrics
+from common.models import load_tokenizer, resolve_dtype, resolve_model
 from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world
-from common.refit import RefitError, WeightSender, compare_probe, connect_store, open_store
-from common.rollout import Engine, EngineFlags, load_tokenizer, resolve_dtype, rollout_group, transcript
+from common.refit import PROBE_TEXT, RefitError, WeightSender, compare_probe, connect_store, open_store
+from common.rollout import Engine, EngineFlags, rollout_group, transcript
 from common.sample import Rollout
 from common.sample_queue import SampleQueue, pack_group, unpack_group
 from common.trackers import open_trackers
@@ -70,25 +73,25 @@ class Args:
     """What is trained on: reverse, gym:DATASET, jsonl:FILE, or path/to/file.py:Class."""
     eval_env: str | None = None
     """What is evaluated on, by greedy answers to its eval split. Default: the same as --env."""
-    max_steps: int = 120
+    max_steps: Annotated[int, Ge(1)] = 120
     """Optimizer steps times epochs times minibatches make the updates; a step trains one batch of groups."""
-    eval_every: int = 20
+    eval_every: Annotated[int, Ge(1)] = 20
     """Steps between evaluations. Step 0 (the untrained policy) and the end are always evaluated."""
-    eval_samples: int = 0
+    eval_samples: Annotated[int, Ge(0)] = 0
     """Sampled answers to each evaluation task, for avg@k and pass@k besides the greedy mean."""
     seed: int = 1
     """Data order, sampling and minibatches."""
     # rollout
-    prompts_per_step: int = 16
+    prompts_per_step: Annotated[int, Ge(1)] = 16
     """Prompt groups that a step trains (P)."""
     group_size: int = 8
     """Rollouts of one prompt (G). More make the baseline better and the prompts fewer."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Gt(0), Lt(float("inf"))] = 1.0
     """Sampling temperature; the trainer's log-probs use the same."""
-    max_new_tokens: int = 16
+    max_new_tokens: Annotated[int, Ge(1)] = 16
     """Longest answer of one turn in tokens."""
     # asynchrony
-    max_staleness: int = 2
+    max_staleness: Annotated[int, Ge(0)] = 2
     """Steps that a group may start ahead of the trained policy. 0 is synchronous: no overlap, nothing
     stale."""
     order: Literal["arrival", "ticket"] = "arrival"
@@ -97,40 +100,40 @@ class Args:
     late: Literal["keep", "mask", "drop"] = "keep"
     """Tokens staler than --max-staleness: keep them, mask them out of the loss, or drop their rollout."""
     # algorithm
-    clip_low: float = 0.2
+    clip_low: Annotated[float, Gt(0), Le(1)] = 0.2
     """Lower clip of pi/old (eps_low): the ratio has no gradient below 1 - eps_low where A < 0."""
-    clip_high: float = 0.28
+    clip_high: Annotated[float, Gt(0)] = 0.28
     """Upper clip of pi/old (eps_high, DAPO's clip-higher)."""
     correction: Literal["tis", "icepop", "clip", "none"] = "tis"
     """Weight of a token for old/mu: truncated, dropped outside, or clamped to [1/cap, cap]; or none."""
-    correction_cap: float = 2.0
+    correction_cap: Annotated[float, Ge(1)] = 2.0
     """The cap of --correction."""
-    kl_coef: float = 0.0
+    kl_coef: Annotated[float, Ge(0), Lt(float("inf"))] = 0.0
     """Weight of the KL to the starting policy (k2). Above 0 a frozen copy of the model is kept in the
     trainer."""
-    epochs: int = 1
+    epochs: Annotated[int, Ge(1)] = 1
     """Passes over a step's batch."""
-    minibatches: int = 1
+    minibatches: Annotated[int, Ge(1)] = 1
     """Optimizer steps per pass; a rollout is never split over two."""
     # optimizer (AdamW)
-    lr: float | None = None
+    lr: Annotated[float | None, Ge(0)] = None
     """Peak learning rate. Default: 1e-3 for tiny, 1e-6 for every other model."""
-    lr_warmup_steps: int = 5
+    lr_warmup_steps: Annotated[int, Ge(0)] = 5
     """Steps of linear warm-up from 0."""
-    lr_end_ratio: float = 0.0
+    lr_end_ratio: Annotated[float, Ge(0)] = 0.0
     """Learning rate at the end over the peak; the decay is linear. 1 keeps it constant."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Ge(0)] = 0.0
     """AdamW's decoupled weight decay."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0
     """Gradients are scaled down to this global L2 norm."""
     # what every algorithm shares
-    data: Annotated[EnvFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=EnvFlags)
-    engine: Annotated[EngineFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=EngineFlags)
-    parallel: Annotated[ParallelFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=ParallelFlags)
-    deadline: Annotated[DeadlineFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=DeadlineFlags)
-    save: Annotated[SaveFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=SaveFlags)
-    log: Annotated[LogFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=LogFlags)
-    debug: Annotated[DebugFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=DebugFlags)
+    data: Annotated[EnvFlags, OmitArgPrefixes] = field(default_factory=EnvFlags)
+    engine: Annotated[EngineFlags, OmitArgPrefixes] = field(default_factory=EngineFlags)
+    parallel: Annotated[ParallelFlags, OmitArgPrefixes] = field(default_factory=ParallelFlags)
+    deadline: Annotated[DeadlineFlags, OmitArgPrefixes] = field(default_factory=DeadlineFlags)
+    save: Annotated[SaveFlags, OmitArgPrefixes] = field(default_factory=SaveFlags)
+    log: Annotated[LogFlags, OmitArgPrefixes] = field(default_factory=LogFlags)
+    debug: Annotated[DebugFlags, OmitArgPrefixes] = field(default_factory=DebugFlags)
 
 
 # --- Advantages
@@ -196,7 +199,10 @@ def kl_loss(logprobs_BS, ref_logprobs_BS, mask_BS) -> torch.Tensor:
 
 # --- Rollout
 
+MIN_VALID = 2  # a group with fewer valid rollouts is dropped: no baseline without a second one
 
+
+# [shared:RolloutWorker]
 def epoch_order(seed: int, epoch: int, num_tasks: int, shuffle: bool) -> np.ndarray:
     """The order in which an epoch goes through the tasks."""
     return np.random.default_rng([seed, epoch]).permutation(num_tasks) if shuffle else np.arange(num_tasks)
@@ -205,7 +211,7 @@ def epoch_order(seed: int, epoch: int, num_tasks: int, shuffle: bool) -> np.ndar
 class RolloutWorker:
     """One vLLM engine and the episodes that run on it; an asyncio Ray actor."""
 
-    async def start(self, args: Args, model_path: str, dtype: str, index: int, on_gpu: bool) -> None:
+    async def start(self, index: int, args: Args, model_path: str, dtype: str, on_gpu: bool) -> None:
         self.args, self.index, self.busy = args, index, BusyClock()
         self.epoch, self.order = -1, None
         self.tokenizer = load_tokenizer(model_path)
@@ -252,9 +258,7 @@ class RolloutWorker:
             **self.settings,
         )  # fmt: skip
         invalid = [(rollout.invalid, rollout.info["error"]) for rollout in group if rollout.invalid]
-        return group, invalid[0] if len(group) - len(
-            invalid
-        ) < 2 else None  # no baseline without a second one
+        return group, invalid[0] if len(group) - len(invalid) < MIN_VALID else None
 
     async def evaluate(self) -> list[list[float]]:
         tasks = range(self.index, self.eval_envs.num_tasks["eval"], self.args.engine.num_engines)
@@ -265,14 +269,11 @@ class RolloutWorker:
 
     async def stats(self) -> dict:
         """Seconds with rollouts in flight, and tokens sampled, since the start."""
-        return {
-            "at": time.monotonic(),
-            "busy_s": self.busy.seconds(),
-            "sampled_tokens": self.engine.sampled_tokens,
-        }
+        sampled = self.engine.sampled_tokens
+        return {"at": time.monotonic(), "busy_s": self.busy.seconds(), "sampled_tokens": sampled}
 
-    async def connect(self, host: str, port: int, first_rank: int, world_size: int) -> None:
-        await self.engine.connect(host, port, first_rank, world_size, self.args.deadline.refit_timeout_s)
+    async def connect(self, index: int, host: str, port: int, world_size: int) -> None:
+        await self.engine.connect(host, port, 1 + index, world_size, self.args.deadline.refit_timeout_s)
 
     async def refit(self, version: int, queue) -> dict:
         """What is in flight freezes, gets the new weights under its feet, and goes on with recomputed KV."""
@@ -285,6 +286,9 @@ class RolloutWorker:
 
     async def probe(self, probe_ids: list[int]) -> list[float]:
         return await self.engine.prompt_logprobs(probe_ids)
+
+
+# [/shared:RolloutWorker]
 
 
 # --- Training
@@ -307,16 +311,13 @@ class Trainer:
         store = self.store if self.rank == 0 else connect_store(host, port, args.deadline.start_timeout_s)
         join_world(self.rank, self.world_size, store, self.device, args.deadline.step_timeout_s)
         torch.manual_seed(args.seed)
-        self.model = build_model(self.model_path, self.device)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=args.lr, weight_decay=args.weight_decay
-        )
+        self.model = build_model(self.model_path, self.device, engine_dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=args.weight_decay)
         self.head = LogprobHead(self.model)
         if args.kl_coef > 0:
-            self.ref_model = build_model(self.model_path, self.device).requires_grad_(False)
+            self.ref_model = build_model(self.model_path, self.device, engine_dtype).requires_grad_(False)
             self.ref_head = LogprobHead(self.ref_model)
-        dtype = getattr(torch, engine_dtype)
-        self.sender = WeightSender(self.model, self.rank, dtype, args.deadline.refit_timeout_s)
+        self.sender = WeightSender(self.model, self.rank, engine_dtype, args.deadline.refit_timeout_s)
         return describe(self.model)
 
     def connect(self, world_size: int) -> None:
@@ -338,39 +339,34 @@ class Trainer:
     def train_step(self, minibatches: list[tuple[list[dict], int]], lr: float, trace: str | None) -> dict:
         """One step on this rank's share: [(micro-batches, action tokens of the minibatch over all ranks)].
 
-        Returns {"sums": {metric: (sum, count)}, "peaks": {metric: max}}. `trace` is a folder for a profile.
+        Returns `rank_metrics`. `trace` is a folder for a profile.
         """
-        with traced(trace and f"{trace}/rank{self.rank}.json"):
-            return self.update(minibatches, lr)
-
-    def update(self, minibatches: list[tuple[list[dict], int]], lr: float) -> dict:
         args, sums, peaks = self.args, [], []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        minibatches = [([self.to_device(b) for b in batches], tokens) for batches, tokens in minibatches]
+        minibatches = [
+            ([to_device(b, self.device) for b in batches], tokens) for batches, tokens in minibatches
+        ]
         for batch in [batch for batches, _ in minibatches for batch in batches]:
             with torch.no_grad():  # once per step, before the weights move
                 if args.epochs * len(minibatches) > 1:
                     batch["old_logprobs"] = self.logprobs(batch, self.model, self.head)[0]
                 if args.kl_coef > 0:
                     batch["ref_logprobs"] = self.logprobs(batch, self.ref_model, self.ref_head)[0]
-        for epoch in range(args.epochs):
-            for number, (batches, num_tokens) in enumerate(minibatches):
-                self.optimizer.zero_grad()
-                for batch in batches:
-                    loss, step_sums, step_peaks = self.loss(batch, first=epoch == number == 0)
-                    # FSDP averages gradients over ranks: times the ranks, so that the sum is over all tokens
-                    (loss * self.world_size / max(num_tokens, 1)).backward()
-                    sums.append(step_sums)
-                    peaks.append(step_peaks)
-                grad_norm = clip_gradients(self.model, args.max_grad_norm)
-                self.optimizer.step()
-                sums.append({"grad_norm": (grad_norm, 1)})
-        peak_of = {name: max(float(peak[name]) for peak in peaks if name in peak) for name in peaks[0]}
-        return {
-            "sums": merge([{n: (float(s), float(c)) for n, (s, c) in d.items()} for d in sums]),
-            "peaks": peak_of,
-        }
+        with traced(trace and f"{trace}/rank{self.rank}.json"):
+            for epoch in range(args.epochs):
+                for number, (batches, num_tokens) in enumerate(minibatches):
+                    self.optimizer.zero_grad()
+                    for batch in batches:
+                        loss, step_sums, step_peaks = self.loss(batch, first=epoch == number == 0)
+                        # FSDP averages gradients over ranks: times the ranks, it is their sum
+                        (loss * self.world_size / max(num_tokens, 1)).backward()
+                        sums.append(step_sums)
+                        peaks.append(step_peaks)
+                    grad_norm = clip_gradients(self.model, args.max_grad_norm)
+                    self.optimizer.step()
+                    sums.append({"grad_norm": (grad_norm, 1)})
+        return rank_metrics(sums, peaks)
 
     def loss(self, batch: dict, first: bool) -> tuple[torch.Tensor, dict, dict]:
         """The summed loss of one micro-batch, its metrics, and its peaks. `first`: no update was made yet."""
@@ -390,18 +386,11 @@ class Trainer:
             loss, sums["loss/kl"] = loss + args.kl_coef * kl, (kl.detach(), count)
         if not first:
             return loss, sums, {}
-        difference = log_weight_BS.abs()
-        sums["mismatch/abs_mean"] = (difference.sum(), count)
-        log_weight_BS = log_weight_BS.clamp(-20, 20)
-        sums["mismatch/k3"] = ((log_weight_BS.exp() - 1 - log_weight_BS).sum(), count)
-        sums["mismatch/exact_frac"] = ((mask_BS & (difference == 0)).sum(), count)
+        mismatch, peaks = mismatch_metrics(log_weight_BS, mask_BS)
         sums["is/dropped_frac"] = ((masked == 0).sum(), count)
         sums["is_weight"], sums["is_weight_squared"] = (masked.sum(), count), (masked.square().sum(), count)
-        peaks = {"mismatch/abs_max": difference.max(), "is/max_weight": masked.max() if count else 0.0}
-        return loss, sums, peaks
-
-    def to_device(self, batch: dict) -> dict:
-        return {name: torch.tensor(value, device=self.device) for name, value in batch.items()}
+        peaks["is/max_weight"] = masked.max() if count else 0.0
+        return loss, sums | mismatch, peaks
 
     @torch.no_grad()
     def send_weights(self, version: int, probe_ids: list[int]) -> dict:
@@ -419,11 +408,15 @@ class Trainer:
 # --- The loop
 
 
+# [shared:learning_rate]
 def learning_rate(step: int, args: Args) -> float:
     """Linear warm-up, then linear decay to `lr_end_ratio` of the peak at the last step."""
     warm = min(1.0, (step + 1) / (args.lr_warmup_steps + 1))
     decay = 1.0 - (1.0 - args.lr_end_ratio) * step / args.max_steps
     return args.lr * warm * decay
+
+
+# [/shared:learning_rate]
 
 
 # [shared:mark_late]
@@ -460,15 +453,7 @@ def make_rows(rollouts: list[Rollout], args: Args) -> tuple[list[list[dict]], di
         values = group_advantages([rollout.reward for rollout in valid])
         advantages |= {rollout.rollout_id: value for rollout, value in zip(valid, values, strict=True)}
     rows = [
-        [
-            {
-                "token_ids": segment.token_ids,
-                "action_mask": segment.action_mask,
-                "logprobs": segment.logprobs,
-                "advantage": advantages[rollout.rollout_id],
-            }
-            for segment in rollout.segments
-        ]
+        [segment_row(segment) | {"advantage": advantages[rollout.rollout_id]} for segment in rollout.segments]
         for rollout in rollouts
         if rollout.rollout_id in advantages
     ]
@@ -522,43 +507,37 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     """Ray, queue, engines and trainers, up to the first refit, after which rollouts start. `checkpoint` and
     `progress` are those of the run that goes on, if one does."""
     engine, deadline, num_trainers = args.engine, args.deadline, args.parallel.num_trainers
-    log.phase("model: preparing")
     model_path = resolve_model(args.model)
-    dtype = resolve_dtype(model_path, engine.rollout_dtype)
     log.phase("ray: starting")
     cluster.start(engine.num_engines + num_trainers, args.log.output_dir)
     run, host = Run(deadline.step_timeout_s), cluster.host()
     gpus = cluster.gpus_per_actor(engine.num_engines, num_trainers)
+    dtype = resolve_dtype(model_path, engine.rollout_dtype, gpus > 0)
     plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
     (run.queue,) = run.spawn("queue", SampleQueue, [plan], max_concurrency=10_000)
     log.phase(f"engines: {engine.num_engines} x vLLM ({dtype}); trainers: {num_trainers} x FSDP2")
     run.workers = run.spawn("engine", worker_class, [()] * engine.num_engines, num_gpus=gpus)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
     run.trainers = run.spawn("trainer", trainer_class, ranks, num_gpus=gpus)
-    started = [
-        worker.start.remote(args, model_path, dtype, i, gpus > 0) for i, worker in enumerate(run.workers)
-    ]
+    engines = list(range(engine.num_engines))
+    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus > 0)
     port = run.get(run.trainers[0].listen.remote(host), "trainer 0 starting", deadline.start_timeout_s)
     ready = run.ask(run.trainers, "setup", host, port, dtype)
     log.phase(f"trainer: {run.get(ready, 'trainers starting', deadline.start_timeout_s)[0]}")
     run.get(started, "engines starting", deadline.start_timeout_s)
     world = 1 + engine.num_engines
-    joins = [worker.connect.remote(host, port, 1 + i, world) for i, worker in enumerate(run.workers)]
-    run.get(
-        [*joins, *run.ask(run.trainers, "connect", world)], "the transfer group", deadline.refit_timeout_s
-    )
-    run.probe_ids = load_tokenizer(model_path).encode(
-        "The quick brown fox jumps over the lazy dog. 0123456789"
-    )
+    joins = run.ask_each(run.workers, "connect", engines, host, port, world)
+    joins += run.ask(run.trainers, "connect", world)
+    run.get(joins, "the transfer group", deadline.refit_timeout_s)
+    run.probe_ids = load_tokenizer(model_path).encode(PROBE_TEXT)
     sent = refit(run, progress["step"], deadline.refit_timeout_s)  # the gate: what is there must not change
-    check_probe(run, deadline.refit_timeout_s)
-    log.phase(f"refit gate passed: {sent['bytes'] / 1e6:.3g} MB by {sent['mode']}")
     if checkpoint or args.save.init_from:
         loading = run.ask(run.trainers, "load", checkpoint, args.save.init_from)
         run.get(loading, "loading the checkpoint", deadline.start_timeout_s)
         refit(run, progress["step"], deadline.refit_timeout_s)
-        check_probe(run, deadline.refit_timeout_s)
         log.phase(f"weights of {checkpoint or args.save.init_from}, policy version {progress['step']}")
+    check_probe(run, deadline.refit_timeout_s)
+    log.phase(f"refit gate passed: {sent['bytes'] / 1e6:.3g} MB by {sent['mode']}")
     if args.debug.eval_only:
         return run
     for index, worker in enumerate(run.workers):
@@ -569,23 +548,10 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
 # [/shared:start_run]
 
 
-def training_metrics(ranks: list[dict]) -> dict:
-    """The metrics of a step from what each rank returned: sums are added over ranks and divided once."""
-    means = mean_of(merge([rank["sums"] for rank in ranks]))
-    peaks = {key: max(rank["peaks"][key] for rank in ranks) for key in ranks[0]["peaks"]}
-    weight, squared = means.pop("is_weight", None), means.pop("is_weight_squared", None)
-    return means | peaks | ({"is/ess": weight**2 / squared} if squared else {})
-
-
 def check_flags(args: Args) -> int:
     """Refuses what cannot work, before anything starts. Returns the number of training tasks."""
-    for name in ("max_steps", "eval_every", "prompts_per_step", "max_new_tokens", "epochs", "minibatches"):
-        checks.check_at_least(f"--{name.replace('_', '-')}", vars(args)[name], 1)
-    checks.check_at_least("--max-staleness", args.max_staleness, 0)
-    checks.check_at_least("--eval-samples", args.eval_samples, 0)
+    checks.check_ranges(args)
     checks.check_group_size(args.group_size)
-    checks.check_temperature(args.temperature)
-    checks.check_kl(args.kl_coef)
     checks.check_minibatches(args.prompts_per_step, args.minibatches)
     checks.check_shared(args.engine, args.parallel, args.data, args.save, args.debug, args.log)
     rollouts = args.prompts_per_step * args.group_size // args.minibatches
@@ -595,6 +561,7 @@ def check_flags(args: Args) -> int:
     )
 
 
+# [shared:main]
 def replay(args: Args, log: Logger) -> None:
     """Trains from recorded rollouts in this very process: no Ray, no engine, and breakpoints work."""
     trainer = Trainer(args, resolve_model(args.model), 0, torch.cuda.is_available())
@@ -606,7 +573,7 @@ def replay(args: Args, log: Logger) -> None:
         rows, advantages = make_rows(rollouts, args)
         (share,) = make_minibatches(rows, args, step)
         row = {"step": step, "lr": learning_rate(step, args)}
-        row |= training_metrics([trainer.update(share, row["lr"])])
+        row |= training_metrics([trainer.train_step(share, row["lr"], None)])
         clock.lap("time/step")
         log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
     trainer.save(path := f"{args.log.output_dir}/checkpoints/step_{args.max_steps}", {"step": args.max_steps})
@@ -616,27 +583,17 @@ def replay(args: Args, log: Logger) -> None:
 def main(args: Args) -> None:
     num_tasks = check_flags(args)
     args.lr = args.lr if args.lr is not None else (1e-3 if args.model == "tiny" else 1e-6)
-    plan = batch_plan(
-        prompts_per_step=args.prompts_per_step, group_size=args.group_size, minibatches=args.minibatches,
-        epochs=args.epochs, max_steps=args.max_steps, max_new_tokens=args.max_new_tokens,
-        max_staleness=args.max_staleness, max_in_flight=args.engine.max_in_flight,
-        num_engines=args.engine.num_engines, num_tasks=num_tasks,
-    )  # fmt: skip
+    sizes = (args.prompts_per_step, args.group_size, args.minibatches, args.epochs, args.max_steps)
+    plan = f"{batch_plan(*sizes, num_tasks)}\nlr: {args.lr:g}"
     if args.debug.dry_run:
-        print("\n".join(plan))
-        return
-    checkpoint, progress = None, {"step": 0, "queue": None}
-    if args.save.resume:
-        checkpoint, progress = last_checkpoint(args.log.output_dir, args.max_steps)
+        return print(plan)
+    checkpoint, progress = starting_point(args.save.resume, args.log.output_dir, args.max_steps)
     env, empty_steps, config = env_name(args.eval_env or args.env), 0, asdict(args)
     headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
     trackers = open_trackers(args.log, config)
-    with (
-        Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers) as log,
-        cluster.session(),
-    ):
-        for line in [*plan, f"lr: {args.lr:g}"]:
-            log.phase(line)
+    log = Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers)
+    with log, cluster.session():
+        log.console.print(plan)
         if args.debug.replay_rollouts:
             return replay(args, log)
         run = start_run(args, log, RolloutWorker, Trainer, checkpoint, progress)
@@ -659,9 +616,12 @@ def main(args: Args) -> None:
                 dump_rollouts(args.debug.dump_rollouts, step, rollouts)
             lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
             rows, advantages = make_rows(rollouts, args)
+            shown = rollouts[:: args.group_size][: args.log.samples_per_step]  # one of each group
+            samples = [
+                transcript(rollout, tokenizer, advantages.get(rollout.rollout_id)) for rollout in shown
+            ]
             if step == progress["step"]:
-                shown = rollouts[:: args.group_size][:4]
-                log.preview([transcript(r, tokenizer, advantages.get(r.rollout_id)) for r in shown])
+                log.preview(samples)
 
             # the optimizer step, or epochs x minibatches of them
             ticks += [run.ask(run.workers, "stats")]
@@ -670,10 +630,7 @@ def main(args: Args) -> None:
                 shares = make_minibatches(rows, args, step)
                 profiled = 1 <= step - progress["step"] <= args.debug.profile_steps
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
-                training = [
-                    trainer.train_step.remote(share, row["lr"], trace)
-                    for trainer, share in zip(run.trainers, shares, strict=True)
-                ]
+                training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
                 row |= training_metrics(run.get(training, f"training step {step}"))
             empty_steps = 0 if rows else empty_steps + 1
             if empty_steps == 3:
@@ -687,9 +644,7 @@ def main(args: Args) -> None:
             clock.lap("time/eval")
             sent = refit(run, step + 1, args.deadline.refit_timeout_s)
             if not sent["changed"] and row["lr"] * row.get("grad_norm", 0) > 0:
-                raise RefitError(
-                    f"step {step} moved the weights, and the payload of its refit did not change"
-                )
+                raise RefitError(f"step {step} moved the weights, and its refit sent the same as the last")
             clock.lap("time/refit")
 
             # how it went
@@ -697,6 +652,7 @@ def main(args: Args) -> None:
                 path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
                 progress_now = {"step": step + 1, "queue": run.get(run.queue.progress.remote(), "the queue")}
                 run.get(run.ask(run.trainers, "save", path, progress_now), "saving")
+            clock.lap("time/save")
             if last:
                 check_probe(run, args.deadline.refit_timeout_s)
                 scores = run.get(run.ask(run.workers, "evaluate"), "evaluation")
@@ -705,11 +661,13 @@ def main(args: Args) -> None:
             row |= rollout_metrics(rollouts, lags, num_late, drops, advantages)
             row |= timing_metrics(clock.times, ticks, rollouts, sent)
             log.log_step(row)
-            shown = rollouts[: args.log.samples_per_step]
-            log.log_samples(step, [transcript(r, tokenizer, advantages.get(r.rollout_id)) for r in shown])
+            log.log_samples(step, samples)
             for kind, text in advice(row, rollouts, drops, args.group_size, args.max_new_tokens).items():
                 log.warn(text, kind)
         log.summary({"checkpoint": path})
+
+
+# [/shared:main]
 
 
 if __name__ == "__main__":

@@ -40,10 +40,12 @@ from typing import Annotated
 import numpy as np
 import torch
 import tyro
+from annotated_types import Ge, Gt
+from tyro.conf import OmitArgPrefixes
 
 from common import checks, cluster
 from common.batching import micro_batches
-from common.checkpoint import SaveFlags, save_model
+from common.checkpoint import SaveFlags, load_checkpoint, load_weights, save_checkpoint, starting_point
 from common.checks import FlagError
 from common.cluster import DeadlineFlags, Run
 from common.envs.jsonl import is_prompt
@@ -51,10 +53,10 @@ from common.envs.reverse import Reverse
 from common.logger import LogFlags, Logger, mean_of, merge
 from common.logprobs import LogprobHead
 from common.metrics import Stopwatch
-from common.models import resolve_model
+from common.models import load_tokenizer, resolve_model
 from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world
 from common.refit import connect_store, open_store
-from common.rollout import load_tokenizer
+from common.trackers import open_trackers
 
 HELD_OUT, MAX_HELD_OUT = 0.05, 128  # share of the conversations that is never trained, and its bound
 NUM_DEMONSTRATIONS = 2000  # of --data reverse
@@ -68,33 +70,33 @@ class Args:
     data: str = "reverse"
     """Conversations to learn: a JSONL file, or reverse (demonstrations of the toy task). The last 5 % of a
     fixed shuffle (1 to 128 conversations) are held out."""
-    max_steps: int = 150
+    max_steps: Annotated[int, Ge(1)] = 150
     """Optimizer steps. Epochs follow each other, each in a new order, until these are made."""
-    eval_every: int = 25
+    eval_every: Annotated[int, Ge(1)] = 25
     """Steps between evaluations, the loss on what is held out. Step 0 and the end are always evaluated."""
     seed: int = 1
     """Data order."""
     # data
-    batch_size: int = 32
+    batch_size: Annotated[int, Ge(1)] = 32
     """Conversations of an optimizer step, over all ranks."""
-    max_length: int = 2048
+    max_length: Annotated[int, Ge(2)] = 2048
     """Longest conversation in tokens; longer ones are left out, with a warning that counts them."""
     # optimizer (AdamW)
-    lr: float | None = None
+    lr: Annotated[float | None, Ge(0)] = None
     """Peak learning rate. Default: 2e-3 for tiny, 1e-5 for every other model."""
-    lr_warmup_steps: int = 5
+    lr_warmup_steps: Annotated[int, Ge(0)] = 5
     """Steps of linear warm-up from 0."""
-    lr_end_ratio: float = 0.0
+    lr_end_ratio: Annotated[float, Ge(0)] = 0.0
     """Learning rate at the end over the peak; the decay is linear. 1 keeps it constant."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Ge(0)] = 0.0
     """AdamW's decoupled weight decay."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0
     """Gradients are scaled down to this global L2 norm."""
     # what every algorithm shares
-    parallel: Annotated[ParallelFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=ParallelFlags)
-    deadline: Annotated[DeadlineFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=DeadlineFlags)
-    save: Annotated[SaveFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=SaveFlags)
-    log: Annotated[LogFlags, tyro.conf.OmitArgPrefixes] = field(default_factory=LogFlags)
+    parallel: Annotated[ParallelFlags, OmitArgPrefixes] = field(default_factory=ParallelFlags)
+    deadline: Annotated[DeadlineFlags, OmitArgPrefixes] = field(default_factory=DeadlineFlags)
+    save: Annotated[SaveFlags, OmitArgPrefixes] = field(default_factory=SaveFlags)
+    log: Annotated[LogFlags, OmitArgPrefixes] = field(default_factory=LogFlags)
 
 
 # --- Data
@@ -262,11 +264,16 @@ class Trainer:
         join_world(self.rank, self.world_size, store, self.device, args.deadline.step_timeout_s)
         torch.manual_seed(args.seed)
         self.model = build_model(self.model_path, self.device)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=args.lr, weight_decay=args.weight_decay
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=args.weight_decay)
         self.head = LogprobHead(self.model)
         return describe(self.model)
+
+    def load(self, checkpoint: str | None, init_from: str | None) -> None:
+        """Goes on from a checkpoint of this run, or starts from the weights of another."""
+        if checkpoint:
+            load_checkpoint(checkpoint, {"policy": (self.model, self.optimizer)})
+        elif init_from:
+            load_weights(init_from, self.model, self.rank)
 
     def loss(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """The summed loss of one micro-batch and its count of tokens. Position s predicts token s + 1."""
@@ -299,18 +306,23 @@ class Trainer:
         losses = [self.loss(batch) for batch in batches]
         return merge([{"loss": (float(loss), int(count))} for loss, count in losses])
 
-    def save(self, path: str) -> None:
-        save_model(self.model, load_tokenizer(self.model_path), path, self.rank)
+    def save(self, path: str, progress: dict) -> None:
+        parts = {"policy": (self.model, self.optimizer)}
+        save_checkpoint(path, self.rank, self.model, load_tokenizer(self.model_path), parts, progress)
 
 
 # --- The loop
 
 
+# [shared:learning_rate]
 def learning_rate(step: int, args: Args) -> float:
     """Linear warm-up, then linear decay to `lr_end_ratio` of the peak at the last step."""
     warm = min(1.0, (step + 1) / (args.lr_warmup_steps + 1))
     decay = 1.0 - (1.0 - args.lr_end_ratio) * step / args.max_steps
     return args.lr * warm * decay
+
+
+# [/shared:learning_rate]
 
 
 def start_run(args: Args, log: Logger, model_path: str) -> Run:
@@ -331,17 +343,13 @@ def start_run(args: Args, log: Logger, model_path: str) -> Run:
 def held_out_loss(run: Run, held_out: list[dict], args: Args) -> float:
     """Mean loss per token on the held-out conversations under the current weights."""
     shares = micro_batches(held_out, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
-    asked = [trainer.evaluate.remote(share) for trainer, share in zip(run.trainers, shares, strict=True)]
-    return mean_of(merge(run.get(asked, "evaluation")))["loss"]
+    return mean_of(merge(run.get(run.ask_each(run.trainers, "evaluate", shares), "evaluation")))["loss"]
 
 
 def check_flags(args: Args) -> None:
     """Refuses what cannot work, before anything starts."""
-    checks.check_at_least("--max-steps", args.max_steps, 1)
-    checks.check_at_least("--eval-every", args.eval_every, 1)
-    checks.check_at_least("--batch-size", args.batch_size, 1)
-    checks.check_at_least("--num-trainers", args.parallel.num_trainers, 1)
-    checks.check_output_dir(args.log.output_dir, resume=False)
+    checks.check_ranges(args)
+    checks.check_output_dir(args.log.output_dir, args.save.resume)
 
 
 def main(args: Args) -> None:
@@ -360,15 +368,22 @@ def main(args: Args) -> None:
         raise FlagError(f"--data {args.data}: {too_long}; give 2 conversations or more, one is held out")
     train, held_out = split_rows(rows)
 
-    headline = ("loss/sft", "grad_norm", "time/step")
-    with Logger(args.log.output_dir, asdict(args), args.max_steps, headline) as log, cluster.session():
+    checkpoint, progress = starting_point(args.save.resume, args.log.output_dir, args.max_steps)
+    headline, config = ("loss/sft", "grad_norm", "time/step"), asdict(args)
+    trackers = open_trackers(args.log, config)
+    with (
+        Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers) as log,
+        cluster.session(),
+    ):
         if len(rows) < len(conversations):
             log.warn(too_long)
         epochs = f"{args.max_steps * args.batch_size / len(train):.3g} epochs"
         log.phase(f"{len(train)} conversations, {epochs}; {len(held_out)} held out; lr {args.lr:g}")
         run = start_run(args, log, model_path)
+        loading = run.ask(run.trainers, "load", checkpoint, args.save.init_from)
+        run.get(loading, "loading", args.deadline.start_timeout_s)
 
-        for step in range(args.max_steps):
+        for step in range(progress["step"], args.max_steps):
             clock, row, last = Stopwatch(), {"step": step}, step + 1 == args.max_steps
             if step % args.eval_every == 0:
                 row["loss/eval"] = held_out_loss(run, held_out, args)
@@ -378,17 +393,14 @@ def main(args: Args) -> None:
             row["lr"], batch = learning_rate(step, args), step_rows(train, step, args)
             num_tokens = sum(int(each["action_mask"].sum()) for each in batch)
             shares = micro_batches(batch, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
-            training = [
-                trainer.train_step.remote(share, num_tokens, row["lr"])
-                for trainer, share in zip(run.trainers, shares, strict=True)
-            ]
+            training = run.ask_each(run.trainers, "train_step", shares, num_tokens, row["lr"])
             row |= mean_of(merge(run.get(training, f"training step {step}")))
             clock.lap("time/train")
 
             # how it went
             if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
                 path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
-                run.get(run.ask(run.trainers, "save", path), "saving")
+                run.get(run.ask(run.trainers, "save", path, {"step": step + 1}), "saving")
             clock.lap("time/save")
             if last:
                 row["loss/eval_end"] = held_out_loss(run, held_out, args)

@@ -1,6 +1,14 @@
 """From rows of tokens to padded micro-batches: bounded by tokens, balanced over ranks, equal in number."""
 
 import numpy as np
+import torch
+
+from common.sample import Segment
+
+
+def segment_row(segment: Segment) -> dict:
+    """A segment as a row. What an algorithm adds to it, a number or an array [T], is split along with it."""
+    return {name: getattr(segment, name) for name in ("token_ids", "action_mask", "logprobs")}
 
 
 def micro_batches(rows: list[dict], num_ranks: int, max_tokens: int) -> list[list[dict]]:
@@ -34,6 +42,10 @@ def micro_batches(rows: list[dict], num_ranks: int, max_tokens: int) -> list[lis
     for rank in ranks:
         rank += [[filler]] * (most - len(rank))
     return [[collate(group) for group in rank] for rank in ranks]
+
+
+def to_device(batch: dict, device: torch.device) -> dict:
+    return {name: torch.tensor(value, device=device) for name, value in batch.items()}
 
 
 def collate(rows: list[dict]) -> dict:

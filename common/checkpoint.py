@@ -12,16 +12,13 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from annotated_types import Ge
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 
 from common.checks import FlagError
@@ -29,7 +26,7 @@ from common.checks import FlagError
 
 @dataclass
 class SaveFlags:
-    save_every: int = 0
+    save_every: Annotated[int, Ge(0)] = 0
     """Steps between checkpoints, which transformers loads and --resume goes on from. 0 saves only at the
     end."""
     resume: bool = False
@@ -46,22 +43,20 @@ def progress_of(folder: Path) -> dict | None:
         return None
 
 
-def last_checkpoint(output_dir: str, max_steps: int) -> tuple[str, dict]:
-    """The folder of the newest checkpoint that a run of `max_steps` can go on from, and its progress.
-
-    Raises FlagError if there is none.
+def starting_point(resume: bool, output_dir: str, max_steps: int) -> tuple[str | None, dict]:
+    """The folder of the newest checkpoint that a run of `max_steps` can go on from, and its progress; of a
+    new run no folder. Raises FlagError if there is none to resume from.
     """
+    if not resume:
+        return None, {"step": 0, "queue": None}
     folders = [path.parent for path in Path(output_dir, "checkpoints").glob("step_*/trainer")]
-    found = [(progress["step"], str(path), progress) for path in folders if (progress := progress_of(path))]
+    complete = [(path, progress_of(path)) for path in folders if path.suffix != ".partial"]
+    found = [(progress["step"], str(path), progress) for path, progress in complete if progress]
     if not found:
-        raise FlagError(
-            f"--resume: {output_dir} has no checkpoint to go on from; --save-every writes them"
-        )
+        raise FlagError(f"--resume: {output_dir} has no checkpoint to go on from; --save-every writes them")
     step, path, progress = max(found)
     if step >= max_steps:
-        raise FlagError(
-            f"--max-steps {max_steps}: {output_dir} is at step {step} already; ask for more steps"
-        )
+        raise FlagError(f"--max-steps {max_steps}: {output_dir} is at step {step}; ask for more steps")
     return path, progress
 
 
@@ -79,7 +74,7 @@ def save_model(model: torch.nn.Module, tokenizer, path: Path, rank: int) -> None
 
 
 def trainer_state(parts: dict) -> dict:
-    states = {name: get_state_dict(model, optimizer) for name, (model, optimizer) in parts.items()}
+    states = {name: state_dict.get_state_dict(model, optimizer) for name, (model, optimizer) in parts.items()}
     return {name: {"model": model, "optimizer": optimizer} for name, (model, optimizer) in states.items()}
 
 
@@ -110,9 +105,8 @@ def load_checkpoint(path: str, parts: dict) -> None:
     state = trainer_state(parts)
     dcp.load(state, checkpoint_id=Path(path) / "trainer")
     for name, (model, optimizer) in parts.items():
-        set_state_dict(
-            model, optimizer, model_state_dict=state[name]["model"], optim_state_dict=state[name]["optimizer"]
-        )
+        loaded = {"model_state_dict": state[name]["model"], "optim_state_dict": state[name]["optimizer"]}
+        state_dict.set_state_dict(model, optimizer, **loaded)
 
 
 def load_weights(path: str, model: torch.nn.Module, rank: int) -> None:
@@ -121,6 +115,10 @@ def load_weights(path: str, model: torch.nn.Module, rank: int) -> None:
 
     state = {}
     if rank == 0:
-        state = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, state, options=options)
+        other = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        ours, theirs = ({name: p.shape for name, p in m.named_parameters()} for m in (model, other))
+        if ours != theirs:
+            raise ValueError(f"{path}: its parameters are not those of the model to train")
+        state = other.state_dict()
+    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state_dict.set_model_state_dict(model, state, options=options)

@@ -4,16 +4,19 @@ A message names the flag, the value it got and what to do instead. `main` calls 
 starts, and `run` shows a FlagError without a traceback: a mistake on the command line costs one line.
 """
 
-import difflib
 import importlib.util
 import json
-import math
 import os
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_type_hints
 
-from common.env import EnvFlags, load_env
+import torch
+from annotated_types import Ge, Gt, Le, Lt
+
+from common.env import EnvFlags
+from common.envs import load_env
 
 
 class FlagError(ValueError):
@@ -39,42 +42,37 @@ def run(main, args) -> None:
         sys.exit(130)
 
 
-def check_at_least(flag: str, value: float, minimum: float) -> None:
-    """Refuses values below `minimum`, and NaN."""
-    if not value >= minimum:
-        raise FlagError(f"{flag} {value}: must be at least {minimum}; use {flag} {minimum} or more")
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def check_positive(flag: str, value: float) -> None:
-    """Refuses 0, negative and non-finite values."""
-    if not 0 < value < math.inf:
-        raise FlagError(f"{flag} {value}: must be a number above 0")
-
-
-def check_fraction(flag: str, value: float) -> None:
-    """Refuses values outside (0, 1]."""
-    if not 0 < value <= 1:
-        raise FlagError(f"{flag} {value}: must be above 0 and at most 1")
+def check_ranges(args) -> None:
+    """Refuses numbers outside of the bounds with which their field is annotated, and NaN; in groups too."""
+    tests = {
+        Ge: lambda value, bound: (value >= bound.ge, f"at least {bound.ge}"),
+        Gt: lambda value, bound: (value > bound.gt, f"above {bound.gt}"),
+        Le: lambda value, bound: (value <= bound.le, f"at most {bound.le}"),
+        Lt: lambda value, bound: (value < bound.lt, f"below {bound.lt}"),
+    }
+    hints = get_type_hints(type(args), include_extras=True)
+    for name, value in vars(args).items():
+        if is_dataclass(value):
+            check_ranges(value)
+        for bound in getattr(hints[name], "__metadata__", ()):
+            if type(bound) in tests and value is not None:
+                fits, wanted = tests[type(bound)](value, bound)
+                if not fits:
+                    raise FlagError(f"{flag(name)} {value}: must be {wanted}")
 
 
 def check_json_object(flag: str, text: str) -> None:
     """Refuses what is not a JSON object."""
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise FlagError(
-            f"{flag} {text}: not JSON ({error}); write an object like '{{\"key\": true}}'"
-        ) from error
-    if not isinstance(value, dict):
+        fits = isinstance(json.loads(text), dict)
+    except ValueError:
+        fits = False
+    if not fits:
         raise FlagError(f"{flag} {text}: not a JSON object; write one like '{{\"key\": true}}'")
-
-
-def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuses a value outside `allowed` and suggests the nearest."""
-    if value not in allowed:
-        nearest = difflib.get_close_matches(value, allowed, n=1, cutoff=0.5)
-        hint = f"did you mean {flag} {nearest[0]}? " if nearest else ""
-        raise FlagError(f"{flag} {value}: {hint}Use one of {', '.join(allowed)}")
 
 
 def check_path(flag: str, path: str) -> None:
@@ -111,24 +109,6 @@ def check_group_size(group_size: int) -> None:
         )
 
 
-def check_temperature(temperature: float) -> None:
-    """Refuses 0, negative and non-finite sampling temperatures."""
-    if not 0 < temperature < math.inf:
-        raise FlagError(
-            f"--temperature {temperature}: the log-probs of sampled tokens need a temperature above 0; "
-            "use --temperature 1.0 (evaluation is greedy whatever this is)"
-        )
-
-
-def check_kl(kl_coef: float) -> None:
-    """Refuses negative and non-finite KL coefficients."""
-    if not 0 <= kl_coef < math.inf:
-        raise FlagError(
-            f"--kl-coef {kl_coef}: must be finite and not below 0, which would reward leaving the reference; "
-            "use --kl-coef 0 for no KL term"
-        )
-
-
 def check_minibatches(prompts_per_step: int, minibatches: int) -> None:
     """Refuses minibatches that would hold different numbers of prompt groups."""
     if minibatches < 1 or prompts_per_step % minibatches:
@@ -150,20 +130,13 @@ def check_ranks(num_trainers: int, rollouts_per_minibatch: int) -> None:
         )
 
 
-def check_gpu_split(
-    num_engines: int, num_trainers: int, gpus_available: int, gpus_per_engine: int = 1, shared: bool = False
-) -> None:
-    """Refuses a split that needs more GPUs than there are. `gpus_available` 0 means CPU: any split runs.
-
-    With `shared`, engines and trainers lie on the same GPUs.
-    """
-    engine_gpus = num_engines * gpus_per_engine
-    needed = max(engine_gpus, num_trainers) if shared else engine_gpus + num_trainers
-    if gpus_available and needed > gpus_available:
-        total = f"max({engine_gpus}, {num_trainers})" if shared else f"{engine_gpus} + {num_trainers}"
+def check_gpu_split(num_engines: int, num_trainers: int, gpus: int) -> None:
+    """Refuses a split that needs more GPUs than there are. With none or one, all processes share it."""
+    needed = num_engines + num_trainers
+    if 1 < gpus < needed:
         raise FlagError(
-            f"--num-engines {num_engines} (x {gpus_per_engine} GPU) and --num-trainers {num_trainers} need "
-            f"{total} = {needed} GPUs, there are {gpus_available}; lower --num-engines or --num-trainers"
+            f"--num-engines {num_engines} and --num-trainers {num_trainers} need {needed} GPUs, there are "
+            f"{gpus}; lower --num-engines or --num-trainers"
         )
 
 
@@ -189,55 +162,27 @@ def check_output_dir(path: str, resume: bool) -> None:
         raise FlagError(f"--output-dir {path}: holds no run; leave out --resume, or name the run's directory")
 
 
-def check_gpu_budget(num_engines: int, num_trainers: int) -> None:
-    """`check_gpu_split` with this machine's GPUs. One GPU is shared by all; a Ray cluster checks itself."""
-    import torch
-
-    available = 0 if os.environ.get("RAY_ADDRESS") else torch.cuda.device_count()
-    if available > 1:
-        check_gpu_split(num_engines, num_trainers, available)
-
-
 def check_shared(engine, parallel, data, save, debug, log) -> None:
     """Refuses what cannot work in the groups of flags that every algorithm has."""
-    for group, names in (
-        (engine, ("num_engines", "max_in_flight")),
-        (parallel, ("num_trainers", "micro_batch_tokens")),
-        (data, ("env_workers", "eval_size")),
-    ):
-        for name in names:
-            check_at_least(f"--{name.replace('_', '-')}", vars(group)[name], 1)
-    for group, names in ((save, ["save_every"]), (debug, ["profile_steps"]), (log, ["samples_per_step"])):
-        for name in names:
-            check_at_least(f"--{name.replace('_', '-')}", vars(group)[name], 0)
-    check_at_least("--max-model-len", engine.max_model_len, 2)
-    check_positive("--kv-cache-gb", engine.kv_cache_gb)
-    check_positive("--env-timeout-s", data.env_timeout_s)
-    check_fraction("--gpu-memory-utilization", engine.gpu_memory_utilization)
-    check_choice("--rollout-dtype", engine.rollout_dtype, ("auto", "float32", "bfloat16"))
     check_json_object("--chat-template-args", data.chat_template_args)
-    check_gpu_budget(engine.num_engines, parallel.num_trainers)
-    if save.init_from:
-        check_path("--init-from", save.init_from)
-    if debug.replay_rollouts:
-        check_path("--replay-rollouts", debug.replay_rollouts)
-        if parallel.num_trainers > 1 or save.resume:
-            raise FlagError(
-                "--replay-rollouts trains in one process from step 0; leave out --num-trainers and --resume"
-            )
+    if not os.environ.get("RAY_ADDRESS"):
+        check_gpu_split(engine.num_engines, parallel.num_trainers, torch.cuda.device_count())
+    for flag, path in (("--init-from", save.init_from), ("--replay-rollouts", debug.replay_rollouts)):
+        if path:
+            check_path(flag, path)
+    if debug.replay_rollouts and (parallel.num_trainers > 1 or save.resume):
+        raise FlagError("--replay-rollouts: trains in one process; leave out --num-trainers and --resume")
     for package, project in (("wandb", log.wandb_project), ("trackio", log.trackio_project)):
         if project and importlib.util.find_spec(package) is None:
-            raise FlagError(
-                f"--{package}-project {project}: {package} is not installed; pip install {package}"
-            )
+            raise FlagError(f"--{package}-project {project}: {package} is missing; pip install {package}")
     check_output_dir(log.output_dir, save.resume)
 
 
 def check_tasks(model: str, env: str, eval_env: str | None, data, engine, max_new_tokens: int) -> int:
     """Refuses environments without tasks, models that are not there, and prompts that leave no room for an
     answer (of the first 64 of each split). Returns the number of training tasks."""
-    from common.models import resolve_model
-    from common.rollout import as_messages, encode, load_tokenizer, render
+    from common.models import load_tokenizer, resolve_model
+    from common.rollout import as_messages, encode, render
 
     check_context(1, max_new_tokens, engine.max_model_len)
     num_tasks, prompts = check_env("--env", env, data)

@@ -5,9 +5,13 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import ray
+from annotated_types import Gt
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+
+from common.checks import check_gpu_split
 
 ROOT_CAUSE_S = 3.0  # how long an error waits for the news that a process died, which may have caused it
 
@@ -21,13 +25,13 @@ LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for a request to find the machine'
 
 @dataclass
 class DeadlineFlags:
-    start_timeout_s: float = 600.0
+    start_timeout_s: Annotated[float, Gt(0)] = 600.0
     """Seconds until engines and trainers must have started."""
-    rollout_timeout_s: float = 600.0
+    rollout_timeout_s: Annotated[float, Gt(0)] = 600.0
     """Seconds after which an episode that is not over is invalid."""
-    step_timeout_s: float = 1800.0
+    step_timeout_s: Annotated[float, Gt(0)] = 1800.0
     """Seconds that a step may wait for its rollouts, or a trainer for its step, before the run ends."""
-    refit_timeout_s: float = 120.0
+    refit_timeout_s: Annotated[float, Gt(0)] = 120.0
     """Seconds that a weight transfer may take before the run ends."""
 
 
@@ -75,19 +79,14 @@ def host() -> str:
 
 
 def gpus_per_actor(num_engines: int, num_trainers: int) -> float:
-    """The GPUs that each engine and each trainer gets: 0 on a machine without, a share where one serves both.
+    """The GPUs that each engine and each trainer gets: 0 on a machine without, a share of one that serves
+    all.
 
-    Raises RunError with the arithmetic where there are too few.
+    Raises FlagError with the arithmetic where there are too few.
     """
-    available = int(ray.cluster_resources().get("GPU", 0))
-    wanted = num_engines + num_trainers
-    if available == 0 or available >= wanted:
-        return float(bool(available))
-    if available == 1:
-        return 1 / wanted
-    raise RunError(
-        f"--num-engines {num_engines} + --num-trainers {num_trainers} = {wanted} GPUs; there are {available}"
-    )
+    available, wanted = int(ray.cluster_resources().get("GPU", 0)), num_engines + num_trainers
+    check_gpu_split(num_engines, num_trainers, available)
+    return 1 / wanted if available == 1 else float(available > 0)
 
 
 class Run:
@@ -116,6 +115,10 @@ class Run:
     def ask(self, actors: list, method: str, *values) -> list[ray.ObjectRef]:
         """Calls a method of every actor with the same values; the results are to `get`."""
         return [getattr(actor, method).remote(*values) for actor in actors]
+
+    def ask_each(self, actors: list, method: str, own: list, *values) -> list[ray.ObjectRef]:
+        """The same, with a first value of its own for each actor."""
+        return [getattr(a, method).remote(value, *values) for a, value in zip(actors, own, strict=True)]
 
     def task(self, name: str, ref) -> None:
         """A call that lasts as long as the run: its return is an error."""

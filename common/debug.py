@@ -4,9 +4,11 @@ import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Ge
 
 from common.sample import Rollout, Segment
 
@@ -22,7 +24,7 @@ class DebugFlags:
     replay_rollouts: str | None = None
     """Folder that --dump-rollouts filled: train from it in this process, without Ray and engines, so that
     breakpoints work."""
-    profile_steps: int = 0
+    profile_steps: Annotated[int, Ge(0)] = 0
     """Steps after the first whose training is traced, into profile/ (chrome://tracing, ui.perfetto.dev)."""
 
 
@@ -63,20 +65,14 @@ def traced(path: str | None):
 
 
 def batch_plan(
-    *, prompts_per_step: int, group_size: int, minibatches: int, epochs: int, max_steps: int,
-    max_new_tokens: int, max_staleness: int, max_in_flight: int, num_engines: int, num_tasks: int,
-) -> list[str]:  # fmt: skip
-    """The arithmetic of a run, line by line."""
-    rollouts = prompts_per_step * group_size
-    updates = minibatches * epochs
-    ahead, flying = prompts_per_step * (max_staleness + 1), max_in_flight * num_engines
-    return [
-        f"a step: {prompts_per_step} prompts x {group_size} rollouts = {rollouts} rollouts, "
-        f"at most {rollouts * max_new_tokens} new tokens a turn",
-        f"updates: {epochs} epochs x {minibatches} minibatches = {updates} a step, "
-        f"{rollouts // minibatches} rollouts each; {max_steps * updates} in {max_steps} steps",
-        f"data: {max_steps * prompts_per_step} prompts in all, {num_tasks} training tasks: "
-        f"{max_steps * prompts_per_step / num_tasks:.3g} passes",
-        f"in flight: {flying} groups ({num_engines} x {max_in_flight}), "
-        f"{min(flying, ahead)} of them within --max-staleness {max_staleness} ({ahead} groups)",
-    ]
+    prompts: int, group_size: int, minibatches: int, epochs: int, max_steps: int, num_tasks: int
+) -> str:
+    """The arithmetic of a run, in three lines. `prompts` a step."""
+    rollouts, updates = prompts * group_size, minibatches * epochs
+    return (
+        f"a step: {prompts} prompts x {group_size} = {rollouts} rollouts\n"
+        f"updates: {epochs} epochs x {minibatches} minibatches of {rollouts // minibatches} rollouts = "
+        f"{updates} a step, {max_steps * updates} in {max_steps} steps\n"
+        f"data: {max_steps * prompts} prompts, {max_steps * prompts / num_tasks:.3g} passes over "
+        f"{num_tasks} training tasks"
+    )

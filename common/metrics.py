@@ -4,7 +4,9 @@ import time
 from collections import Counter
 
 import numpy as np
+import torch
 
+from common.logger import mean_of, merge
 from common.sample import Rollout
 
 
@@ -65,11 +67,7 @@ def timing_metrics(
 
 
 def rollout_metrics(
-    rollouts: list[Rollout],
-    lags: list[int],
-    num_late: int,
-    drops: dict[str, tuple[int, str]],
-    advantages: dict[str, float],
+    rollouts: list[Rollout], lags: list[int], num_late: int, drops: dict, advantages: dict[str, float]
 ) -> dict:
     """What the rollouts of a step were like. Rewards are averaged over valid rollouts, lengths over all.
     `drops` has the dropped groups by reason: how many, and a detail."""
@@ -83,7 +81,8 @@ def rollout_metrics(
     row = {f"rollout/dropped/{reason}": count for reason, count in reasons.items()}
     if flat:
         row["reward/mean"], row["reward/std"] = float(np.mean(flat)), float(np.std(flat))
-        row["reward/zero_std_group_frac"] = float(np.mean([max(g) == min(g) for g in rewards.values()]))
+        constant = [max(group) == min(group) for group in rewards.values() if len(group) > 1]
+        row |= {"reward/zero_std_group_frac": float(np.mean(constant))} if constant else {}
     if advantages:
         row["advantage/abs_mean"] = float(np.mean(np.abs(list(advantages.values()))))
     if lags:
@@ -99,17 +98,47 @@ def rollout_metrics(
     }
 
 
+def mismatch_metrics(log_ratio_BS: torch.Tensor, mask_BS: torch.Tensor) -> tuple[dict, dict]:
+    """`mismatch/*` from log(trainer / engine) of the masked tokens (0 elsewhere): sums, and peaks."""
+    difference, count, held = log_ratio_BS.abs(), mask_BS.sum(), log_ratio_BS.clamp(-20, 20)
+    return {
+        "mismatch/abs_mean": (difference.sum(), count),
+        "mismatch/k3": ((held.exp() - 1 - held).sum(), count),
+        "mismatch/exact_frac": ((mask_BS & (difference == 0)).sum(), count),
+    }, {"mismatch/abs_max": difference.max()}
+
+
+def rank_metrics(sums: list[dict], peaks: list[dict]) -> dict:
+    """What a rank returns from a step: {"sums": {metric: (sum, count)}, "peaks": {metric: max}} of floats."""
+    numbers = [{name: (float(s), float(c)) for name, (s, c) in each.items()} for each in sums]
+    names = {name for peak in peaks for name in peak}
+    highest = {name: max(float(peak[name]) for peak in peaks if name in peak) for name in names}
+    return {"sums": merge(numbers), "peaks": highest}
+
+
+def training_metrics(ranks: list[dict]) -> dict:
+    """The metrics of a step from what each rank returned: sums are added over ranks and divided once.
+
+    `is_weight` and `is_weight_squared` become `is/ess`: (sum w)^2 / (N sum w^2), 1 where all weights are
+    equal.
+    """
+    means = mean_of(merge([rank["sums"] for rank in ranks]))
+    peaks = {key: max(rank["peaks"][key] for rank in ranks) for key in ranks[0]["peaks"]}
+    weight, squared = means.pop("is_weight", None), means.pop("is_weight_squared", None)
+    return means | peaks | ({"is/ess": weight**2 / squared} if squared else {})
+
+
 def advice(row: dict, rollouts: list[Rollout], drops: dict, group_size: int, max_new_tokens: int) -> dict:
     """What a step shows to be wrong with the run, by kind. Each kind is worth saying once."""
     found = {}
     errors = {r.invalid: r.info["error"] for r in rollouts if r.invalid and "error" in r.info}
     for reason, error in (errors | {reason: detail for reason, (_, detail) in drops.items()}).items():
-        last_line = error.strip().splitlines()[-1]
+        last_line = (str(error).strip().splitlines() or ["it says no more"])[-1]
         found[reason] = f"some rollouts are invalid ({reason}): {last_line}"
-    if row.get("reward/zero_std_group_frac") == 1:
+    if row.get("reward/zero_std_group_frac") == 1 or row.get("reward/std") == 0:
         found["equal rewards"] = (
-            f"no group has two different rewards (mean {row['reward/mean']:.3g}), so nothing is learned: the "
-            "task is too hard or too easy. Change it, give partial credit, warm up with algos/sft.py, or "
+            f"no two rewards of a baseline differ (mean {row['reward/mean']:.3g}): nothing is learned, the "
+            "task is too hard or too easy. Change it, give partial credit, warm up by algos/sft.py, or "
             f"raise --group-size (now {group_size}) or --temperature"
         )
     if row["rollout/truncated_frac"] > 0.5:
@@ -117,6 +146,4 @@ def advice(row: dict, rollouts: list[Rollout], drops: dict, group_size: int, max
             f"{row['rollout/truncated_frac']:.0%} of the rollouts were cut off: raise --max-new-tokens "
             f"(now {max_new_tokens}) or ask for shorter answers"
         )
-    if row.get("rollout/dropped/no_room"):
-        found["no_room"] = "some prompts leave no room for an answer: raise --max-model-len"
     return found

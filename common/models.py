@@ -51,6 +51,22 @@ def resolve_model(name: str) -> str:
     )
 
 
+def load_tokenizer(model_path: str):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+def resolve_dtype(model_path: str, dtype: str, on_gpu: bool) -> str:
+    """What "auto" means: bfloat16 on a GPU, where the trainer computes in it too; on a CPU float32 for a
+    checkpoint in float32."""
+    from transformers import AutoConfig
+
+    if dtype != "auto" or on_gpu:
+        return dtype.replace("auto", "bfloat16")
+    return "float32" if str(AutoConfig.from_pretrained(model_path).dtype) == "torch.float32" else "bfloat16"
+
+
 def cached(name: str, sources: list, build: Callable[[Path], None]) -> str:
     """The folder of a built model. `build(directory)` fills it once; a change of the `sources` builds anew.
 

@@ -3,18 +3,20 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+from annotated_types import Ge
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
 @dataclass
 class ParallelFlags:
-    num_trainers: int = 1
+    num_trainers: Annotated[int, Ge(1)] = 1
     """Trainer ranks: one FSDP2 mesh over all of them; on GPUs each takes one GPU."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: Annotated[int, Ge(1)] = 8192
     """Tokens of a micro-batch on one rank, padding included. Lower it when the trainer runs out of memory."""
 
 
@@ -28,8 +30,9 @@ def join_world(rank: int, world_size: int, store: dist.Store, device: torch.devi
     )
 
 
-def build_model(path: str, device: torch.device) -> torch.nn.Module:
-    """A causal LM with fp32 weights, sharded over all ranks. On a GPU it computes in bf16, on a CPU in fp32.
+def build_model(path: str, device: torch.device, dtype: str = "bfloat16") -> torch.nn.Module:
+    """A causal LM with fp32 weights, sharded over all ranks. On a GPU it computes in `dtype`, on a CPU in
+    fp32.
 
     Build the optimizer before any forward: parameters that FSDP2 has unsharded are not the ones to train.
     """
@@ -39,7 +42,7 @@ def build_model(path: str, device: torch.device) -> torch.nn.Module:
     from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
     from transformers import AutoModelForCausalLM
 
-    compute = torch.bfloat16 if device.type == "cuda" else torch.float32
+    compute = getattr(torch, dtype) if device.type == "cuda" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     setup = DistributedSetup.build(
         strategy=FSDP2Config(mp_policy=policy),

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 BUCKET_BYTES = 64 << 20
 ALIGNMENT = 64
+PROBE_TEXT = "The quick brown fox jumps over the lazy dog. 0123456789"
 CHUNK = 1 << 20  # elements hashed at a time, so that a checksum needs 8 MiB and no more
 
 
@@ -83,11 +84,8 @@ class Entry:
 
     def view(self, bucket: torch.Tensor) -> torch.Tensor:
         dtype = getattr(torch, self.dtype)
-        return (
-            bucket[self.offset : self.offset + math.prod(self.shape) * dtype.itemsize]
-            .view(dtype)
-            .view(self.shape)
-        )
+        end = self.offset + math.prod(self.shape) * dtype.itemsize
+        return bucket[self.offset : end].view(dtype).view(self.shape)
 
 
 def lay_out(
@@ -166,9 +164,8 @@ def check_coverage(
     wrong = []
     for name, parameter in parameters.items():
         storage = parameter.untyped_storage()
-        written = torch.zeros(
-            storage.nbytes() // parameter.element_size(), dtype=torch.uint8, device=parameter.device
-        )
+        size = storage.nbytes() // parameter.element_size()
+        written = torch.zeros(size, dtype=torch.uint8, device=parameter.device)
         for copy in by_storage.get(storage.data_ptr(), []):
             destination = copy.destination
             written.as_strided(destination.shape, destination.stride(), destination.storage_offset()).add_(1)
@@ -245,8 +242,8 @@ class WeightSender:
     `dtype` is what the engine holds; the fp32 masters are cast to it before they are hashed and sent.
     """
 
-    def __init__(self, model: torch.nn.Module, rank: int, dtype: torch.dtype, timeout_s: float):
-        self.model, self.rank, self.dtype, self.timeout_s = model, rank, dtype, timeout_s
+    def __init__(self, model: torch.nn.Module, rank: int, dtype: str, timeout_s: float):
+        self.model, self.rank, self.dtype, self.timeout_s = model, rank, getattr(torch, dtype), timeout_s
         self.group = None
         self.last_checksum: int | None = None
 
@@ -292,7 +289,5 @@ def compare_probe(engine: list[float], trainer: list[float], dtype: str, where: 
     difference = (torch.tensor(engine) - torch.tensor(trainer)).abs().mean().item()
     bound = 1e-3 if dtype == "float32" else 0.2
     if not difference <= bound:
-        raise RefitError(
-            f"{where}: log-probs of the probe differ from the trainer's by {difference:.3g} on average"
-        )
+        raise RefitError(f"{where}: the probe's log-probs differ from the trainer's by {difference:.3g}")
     return difference

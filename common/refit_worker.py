@@ -10,28 +10,13 @@ from dataclasses import dataclass
 
 import torch
 import vllm.model_executor.layers.utils
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from common.refit import (
-    Copy,
-    Entry,
-    RefitError,
-    broadcast,
-    check_coverage,
-    checksum,
-    connect_store,
-    join_group,
-    learn_plan,
-    read_back,
-    receive_object,
-)
+from common import refit
+from common.refit import Copy, Entry, RefitError, checksum
 
 pack_linear = vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm
 
@@ -53,7 +38,7 @@ vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm = keep_linear_pla
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
+class InitInfo(base.WeightTransferInitInfo):
     host: str
     port: int
     first_rank: int  # of this engine's workers in the transfer group
@@ -62,18 +47,18 @@ class InitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(base.WeightTransferUpdateInfo):
     version: int
 
 
-class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, info: InitInfo) -> None:
-        store = connect_store(info.host, info.port, info.timeout_s)
+        store = refit.connect_store(info.host, info.port, info.timeout_s)
         rank = info.first_rank + self.parallel_config.rank
-        self.group = join_group(store, rank, info.world_size, "gloo", info.timeout_s)
+        self.group = refit.join_group(store, rank, info.world_size, "gloo", info.timeout_s)
         self.mode: str | None = None  # "plan" or "reload", decided by the gate
         self.plan: dict[str, list[Copy]] = {}
         self.entries: list[Entry] = []
@@ -86,11 +71,9 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, info: UpdateInfo) -> None:
         start = time.monotonic()
-        header = receive_object(self.group)
+        header = refit.receive_object(self.group)
         if header["version"] != info.version:
-            raise RefitError(
-                f"expected the weights of version {info.version}, got those of {header['version']}"
-            )
+            raise RefitError(f"expected weights of version {info.version}, got {header['version']}")
         entries = [Entry(**entry) for entry in header["entries"]]
         if self.mode is not None and entries != self.entries:
             raise RefitError("the trainer's parameters are not those of the first refit")
@@ -101,7 +84,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         received = []
         for size, members in zip(header["sizes"], by_bucket, strict=True):
             bucket = torch.empty(size, dtype=torch.uint8)
-            broadcast(self.group, bucket)
+            refit.broadcast(self.group, bucket)
             tensors = [(entry.name, entry.view(bucket).to(self.device)) for entry in members]
             if self.mode is None:
                 received += tensors
@@ -126,12 +109,8 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._check_resident()
 
     def _finish_reload(self) -> None:
+        """With two packings that vLLM 0.32 makes at the first load only: a tied head and experts on CPU."""
         finalize_layerwise_reload(self.model, self.model_config)
-        self._rerun_forgotten_hooks()
-
-    def _rerun_forgotten_hooks(self) -> None:
-        """Two packings that vLLM 0.32 makes at the first load only: a tied head on CPU, and experts on
-        CPU."""
         for module in self.model.modules():
             method = getattr(module, "quant_method", None)
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
@@ -154,10 +133,8 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ):
                 continue
             like = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=self.device)
-            if checksum(read_back(copies, like)) != expected:
-                raise RefitError(
-                    f"checksum of {entry.name}: the engine holds other bits than the trainer sent"
-                )
+            if checksum(refit.read_back(copies, like)) != expected:
+                raise RefitError(f"checksum of {entry.name}: the engine holds other bits than were sent")
             checked += 1
         self.report |= {"checked_tensors": checked, "tensors": len(self.entries)}
 
@@ -167,7 +144,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         before = self._state_checksums()
         self.repacked: set[str] = set()
         try:
-            self.plan = learn_plan(self.model.load_weights, tensors)
+            self.plan = refit.learn_plan(self.model.load_weights, tensors)
         except (KeyError, ValueError) as error:
             raise RefitError(f"the engine does not know a name that the trainer sent: {error}") from error
         padding = {
@@ -175,14 +152,13 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             for name, module in self.model.named_modules()
             if isinstance(module, VocabParallelEmbedding)
         }
-        check_coverage(self.plan, parameters, padding)
+        refit.check_coverage(self.plan, parameters, padding)
         changed = self._changed(before)
         self.mode = "plan"
         if changed:
             self.mode = "reload"
-            storages = {
-                parameters[name].untyped_storage().data_ptr() for name in changed if name in parameters
-            }
+            tensors_changed = [parameters[name] for name in changed if name in parameters]
+            storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_changed}
             for name, copies in self.plan.items():
                 if any(copy.destination.untyped_storage().data_ptr() in storages for copy in copies):
                     self.repacked.add(name)

@@ -5,44 +5,30 @@ import functools
 import os
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Annotated, Literal
 
 import numpy as np
-import torch
+from annotated_types import Ge, Gt, Le
 
-from common.env_pool import EnvError, EnvPool
+from common.envs.pool import EnvError, EnvPool
 from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
 
 
 @dataclass
 class EngineFlags:
-    num_engines: int = 1
+    num_engines: Annotated[int, Ge(1)] = 1
     """vLLM engines, each with its own rollout worker; on GPUs each takes one GPU."""
-    max_model_len: int = 512
+    max_model_len: Annotated[int, Ge(2)] = 512
     """Longest context of an episode in tokens, prompt and all turns together. More costs KV memory."""
-    max_in_flight: int = 16
+    max_in_flight: Annotated[int, Ge(1)] = 16
     """Prompt groups that one engine works on at a time. Raise it while the engine waits, with
     --max-staleness."""
-    kv_cache_gb: float = 0.25
+    kv_cache_gb: Annotated[float, Gt(0)] = 0.25
     """KV cache of one engine in GiB on a CPU. Raise it for longer contexts or more in flight."""
-    gpu_memory_utilization: float = 0.8
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.8
     """Share of its GPU's memory that an engine may use."""
-    rollout_dtype: str = "auto"
+    rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and compute of the engine: float32, bfloat16, or auto (that of the checkpoint)."""
-
-
-def load_tokenizer(model_path: str):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_path)
-
-
-def resolve_dtype(model_path: str, dtype: str) -> str:
-    """ "auto" as the checkpoint's own dtype: float32 stays, everything else is served in bfloat16."""
-    from transformers import AutoConfig
-
-    if dtype != "auto":
-        return dtype
-    return "float32" if AutoConfig.from_pretrained(model_path).dtype == torch.float32 else "bfloat16"
 
 
 @dataclass
@@ -66,9 +52,11 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        memory = {"gpu_memory_utilization": flags.gpu_memory_utilization}
+        # decode graphs without torch.compile: half the start-up, and decoding is what a rollout does
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        device = {"gpu_memory_utilization": flags.gpu_memory_utilization, "compilation_config": graphs}
         if not on_gpu:
-            memory = {"kv_cache_memory_bytes": int(flags.kv_cache_gb * 2**30), "enforce_eager": True}
+            device = {"kv_cache_memory_bytes": int(flags.kv_cache_gb * 2**30), "enforce_eager": True}
         self.llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=model_path,
@@ -80,7 +68,7 @@ class Engine:
                 weight_transfer_config=WeightTransferConfig(backend="instar"),
                 worker_extension_cls="common.refit_worker.WorkerExtension",
                 disable_log_stats=True,
-                **memory,
+                **device,
             )
         )
         self.make_sampling, self.final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
@@ -178,7 +166,8 @@ def encode(tokenizer, text: str) -> list[int]:
 def as_messages(prompt: str | list[dict], system_prompt: str | None) -> list[dict]:
     """A prompt as chat messages, after the system prompt unless it brings its own. Raises EnvError."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not messages or not all("content" in m for m in messages):
+    fits = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
+    if not fits or not all({"role", "content"} <= m.keys() for m in messages):
         raise EnvError("env_error", f"reset() returned {prompt!r:.80}, not a string or chat messages")
     if system_prompt and messages[0].get("role") != "system":
         return [{"role": "system", "content": system_prompt}, *messages]
@@ -222,7 +211,7 @@ async def play(
             if played:
                 played[-1].finish_reason = "length"
             else:
-                rollout.fail("no_room", f"a prompt of {len(ids)} tokens")
+                rollout.fail("no_room", f"a prompt of {len(ids)} tokens; raise --max-model-len")
             break
         completion = first if turn == 0 and first else (await engine.generate(ids, 1, temperature, room))[0]
         try:
@@ -326,15 +315,11 @@ def transcript(rollout: Rollout, tokenizer, advantage: float | None) -> dict:
     segments = rollout.segments
     actions = [int((segment.versions >= 0).argmax()) for segment in segments]  # the first sampled token
     versions = [v for segment in segments for v in segment.versions.tolist() if v >= 0]
-    return {
-        "ticket": rollout.ticket,
-        "rollout_id": rollout.rollout_id,
+    record = {name: getattr(rollout, name) for name in ("ticket", "rollout_id", "reward", "invalid", "info")}
+    return record | {
         "prompt": tokenizer.decode(segments[0].token_ids[: actions[0]]) if segments else "",
         "transcript": "\n---\n".join(tokenizer.decode(s.token_ids[a:]) for s, a in zip(segments, actions)),
-        "reward": rollout.reward,
         "advantage": advantage,
         "versions": [min(versions), max(versions)] if versions else None,
         "num_actions": rollout.num_sampled,
-        "invalid": rollout.invalid,
-        "info": rollout.info,
     }

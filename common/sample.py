@@ -5,6 +5,7 @@ project decodes and re-encodes a sampled token. A broken record raises `RecordEr
 """
 
 import math
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,9 +101,8 @@ class Rollout:
         parts = [segment.versions[segment.action_mask] for segment in self.segments]
         lags = version - np.concatenate(parts) if parts else np.zeros(0, np.int32)
         if len(lags) and lags.min() < 0:
-            raise RecordError(
-                f"{self.rollout_id}: sampled by version {version - lags.min()}, newest is {version}"
-            )
+            claimed = version - lags.min()
+            raise RecordError(f"{self.rollout_id}: sampled by version {claimed}, newest is {version}")
         return lags
 
 
@@ -142,6 +142,6 @@ def check_reward(value) -> float:
     are)."""
     if not isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)):
         raise RecordError(f"reward is a {type(value).__name__}, not a number")
-    if not math.isfinite(value):
+    if not abs(value) <= sys.float_info.max:  # NaN, infinities, and integers that no float can hold
         raise RecordError(f"reward is {value}")
     return float(value)

@@ -45,17 +45,15 @@ class SampleQueue:
         groups_per_step: int,
         max_staleness: int,
         order: str,
-        first_version: int = 0,
+        first_version=0,
         progress: dict | None = None,
     ):
-        progress = progress or {"next_ticket": 0, "next_to_train": 0, "again": [], "dropped": []}
+        progress = progress or {"next_ticket": 0, "again": []}
         self.groups_per_step, self.max_staleness, self.order = groups_per_step, max_staleness, order
         self.version, self.first_version = -1, first_version
-        self.next_ticket_number, self.next_to_train = progress["next_ticket"], progress["next_to_train"]
-        self.again = deque(progress["again"])
+        self.next_ticket_number, self.again = progress["next_ticket"], deque(progress["again"])
         self.admitted = 0  # tickets handed out here and not dropped
         self.finished: dict[int, object] = {}
-        self.dropped: set[int] = set(progress["dropped"])
         self.drops_in_a_row = 0
         self.drops: dict[str, tuple[int, str]] = {}  # by reason: how many, the last one's detail
         self.running: dict[int, float] = {}  # ticket -> start time
@@ -90,9 +88,7 @@ class SampleQueue:
     async def put(self, ticket: int, group, max_version: int) -> None:
         """A finished group. `max_version` is the newest version that sampled one of its tokens."""
         if max_version > self.version:
-            raise RecordError(
-                f"ticket {ticket} was sampled by version {max_version}; the newest is {self.version}"
-            )
+            raise RecordError(f"ticket {ticket}: sampled by version {max_version}, newest is {self.version}")
         self.running.pop(ticket, None)
         self.finished[ticket] = group
         self.drops_in_a_row = 0
@@ -105,7 +101,6 @@ class SampleQueue:
         start.
         """
         self.running.pop(ticket, None)
-        self.dropped.add(ticket)
         self.drops[reason] = (self.drops.get(reason, (0, ""))[0] + 1, detail)
         self.admitted -= 1
         self.drops_in_a_row += 1
@@ -116,20 +111,10 @@ class SampleQueue:
 
     def _next_batch(self) -> list[int] | None:
         """The tickets of the next step, or None while they are not all there."""
-        if self.order == "arrival":
-            return (
-                sorted(self.finished)[: self.groups_per_step]
-                if len(self.finished) >= self.groups_per_step
-                else None
-            )
-        batch, ticket = [], self.next_to_train
-        while len(batch) < self.groups_per_step:
-            if ticket in self.finished:
-                batch.append(ticket)
-            elif ticket not in self.dropped:
-                return None
-            ticket += 1
-        return batch
+        known = self.finished if self.order == "arrival" else [*self.finished, *self.running, *self.again]
+        batch = sorted(known)[: self.groups_per_step]
+        ready = len(batch) == self.groups_per_step and all(ticket in self.finished for ticket in batch)
+        return batch if ready else None
 
     async def get(self, step: int) -> tuple[list, dict[str, tuple[int, str]]]:
         """The groups that step `step` trains, [(ticket, group)], and the dropped ones since the last call by
@@ -138,12 +123,9 @@ class SampleQueue:
         Raises RuntimeError if the engines do not hold the weights of `step`: a refit is missing.
         """
         if self.version != step:
-            raise RuntimeError(
-                f"step {step} starts while the engines hold version {self.version}: a refit is missing"
-            )
+            raise RuntimeError(f"step {step} at version {self.version}: a refit is missing")
         await self._wait_until(lambda: self._next_batch() is not None)
         tickets = self._next_batch()
-        self.next_to_train = tickets[-1] + 1 if self.order == "ticket" else self.next_to_train
         groups = [(ticket, self.finished.pop(ticket)) for ticket in tickets]
         drops, self.drops = self.drops, {}
         return groups, drops
@@ -171,7 +153,5 @@ class SampleQueue:
         """Where the data stands once the running step is trained, for `SampleQueue(progress=...)`."""
         return {
             "next_ticket": self.next_ticket_number,
-            "next_to_train": self.next_to_train,
             "again": sorted([*self.running, *self.finished, *self.again]),
-            "dropped": sorted(ticket for ticket in self.dropped if ticket >= self.next_to_train),
         }

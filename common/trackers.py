@@ -49,6 +49,7 @@ def open_trackers(flags: LogFlags, config: dict) -> list:
     """What the flags ask for. `config` are all flags of the run."""
     folder = Path(flags.output_dir)
     hosted = {"wandb": flags.wandb_project, "trackio": flags.trackio_project}
-    return [TensorBoard(folder / "tensorboard")] * flags.tensorboard + [
+    local = [TensorBoard(folder / "tensorboard")] if flags.tensorboard else []
+    return local + [
         Hosted(package, project, folder, config) for package, project in hosted.items() if project
     ]

@@ -1,12 +1,16 @@
 """Stand-ins for what a CPU test should not start: a scripted engine, toy tokenizers, a toy LM."""
 
 import asyncio
+import contextlib
+import json
+import traceback
 from types import SimpleNamespace
 
 import jinja2
 import torch
 
 from common.env import Env, Step
+from common.envs.pool import EnvError, Server, plain
 from common.rollout import Engine
 
 # Greedy longest match: "hello" is one token, though a policy may well sample "he" + "llo".
@@ -56,9 +60,9 @@ class ToyTokenizer:
         skipped = self.special if skip_special_tokens else set()
         return "".join(self.pieces[i] for i in ids if i not in skipped)
 
-    def apply_chat_template(self, messages, tokenize=True, add_generation_prompt=False) -> str:
+    def apply_chat_template(self, messages, tokenize=True, add_generation_prompt=False, **variables) -> str:
         assert not tokenize, "the ids of a conversation are never those of its text"
-        return self.template.render(msgs=messages, gen=add_generation_prompt)
+        return self.template.render(msgs=messages, gen=add_generation_prompt, **variables)
 
 
 def plain_tokenizer() -> ToyTokenizer:
@@ -132,6 +136,39 @@ class ScriptedEnv(Env):
         if isinstance(step, BaseException):
             raise step
         return step
+
+
+class InlineEnvs:
+    """`EnvPool` without processes: the same calls, the same way through JSON, the same error for what an
+    environment raises. Every episode has an environment of its own."""
+
+    def __init__(self, make_env, num_tasks: int = 8):
+        self.make_env, self.max_turns = make_env, make_env().max_turns
+        self.num_tasks = {"train": num_tasks, "eval": num_tasks}
+
+    def server(self) -> Server:
+        return Server(self.make_env, {split: [{}] * count for split, count in self.num_tasks.items()})
+
+    def call(self, method, *args) -> dict:
+        try:
+            return json.loads(json.dumps(method(*args), default=plain))
+        except Exception:
+            raise EnvError("env_error", traceback.format_exc()) from None
+
+    async def reset(self, split: str, index: int):
+        return self.call(self.server().reset, split, index)["prompt"]
+
+    async def grade(self, split: str, index: int, action: str) -> Step:
+        return Step(**self.call(self.server().grade, split, index, action))
+
+    @contextlib.asynccontextmanager
+    async def episode(self, split: str, index: int):
+        server = self.server()
+
+        async def step(action: str) -> Step:
+            return Step(**self.call(server.step, action))
+
+        yield self.call(server.reset, split, index)["prompt"], step
 
 
 def observe(text: str | None, reward: float = 0.0) -> Step:

@@ -24,14 +24,16 @@ class StaleSender(grpo.Trainer):
 
     def setup(self, host: str, port: int, engine_dtype: str) -> str:
         description = super().setup(host, port, engine_dtype)
-        untrained, sender = build_model(self.model_path, self.device), self.sender
-        self.sender = WeightSender(untrained, self.rank, sender.dtype, sender.timeout_s)
+        untrained = build_model(self.model_path, self.device)
+        self.sender = WeightSender(untrained, self.rank, engine_dtype, self.sender.timeout_s)
         return description
 
 
 def send_stale_weights() -> None:
     start_run = grpo.start_run
-    grpo.start_run = lambda args, log, worker, trainer: start_run(args, log, worker, StaleSender)
+    grpo.start_run = lambda args, log, worker, trainer, *rest: start_run(
+        args, log, worker, StaleSender, *rest
+    )
 
 
 if __name__ == "__main__":

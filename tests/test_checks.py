@@ -6,25 +6,41 @@ from dataclasses import dataclass
 import pytest
 import tyro
 
+from algos.grpo import Args
 from common import checks
+from common.env import EnvFlags
+from common.logger import LogFlags
+from common.rollout import EngineFlags
+
+
+
+def ranges(**flags):
+    return lambda: checks.check_ranges(Args(**flags))
+
 
 # (call, what the message must contain: flag and value, then the fix)
 REFUSALS = [
-    (lambda: checks.check_at_least("--max-steps", 0, 1), ["--max-steps 0", "use --max-steps 1 or more"]),
-    (lambda: checks.check_at_least("--lr", math.nan, 0), ["--lr nan", "at least 0"]),
+    (ranges(max_steps=0), ["--max-steps 0", "must be at least 1"]),
+    (ranges(lr=math.nan), ["--lr nan", "at least 0"]),
+    (ranges(engine=EngineFlags(max_in_flight=0)), ["--max-in-flight 0", "at least 1"]),
+    (ranges(engine=EngineFlags(kv_cache_gb=0.0)), ["--kv-cache-gb 0.0", "above 0"]),
+    (ranges(engine=EngineFlags(gpu_memory_utilization=1.5)), ["--gpu-memory-utilization 1.5", "at most 1"]),
+    (ranges(data=EnvFlags(env_timeout_s=-1.0)), ["--env-timeout-s -1.0", "above 0"]),
+    (ranges(log=LogFlags(samples_per_step=-1)), ["--samples-per-step -1", "at least 0"]),
     (
-        lambda: checks.check_choice("--order", "arival", ("arrival", "ticket")),
-        ["--order arival", "did you mean --order arrival?", "ticket"],
+        lambda: checks.check_json_object("--chat-template-args", "{'a': 1}"),
+        ["--chat-template-args {'a': 1}", "not a JSON object", "write one like '{\"key\": true}'"],
     ),
-    (lambda: checks.check_choice("--late", "zzz", ("keep", "mask")), ["--late zzz", "Use one of keep, mask"]),
+    (lambda: checks.check_json_object("--chat-template-args", "[1]"), ["--chat-template-args [1]"]),
     (lambda: checks.check_path("--model", "no/where"), ["--model no/where", "relative paths start in /"]),
     (lambda: checks.check_group_size(1), ["--group-size 1", "use --group-size 2", "flash_reinforce.py"]),
-    (lambda: checks.check_temperature(0.0), ["--temperature 0.0", "use --temperature 1.0"]),
-    (lambda: checks.check_temperature(-1.0), ["--temperature -1.0", "use --temperature 1.0"]),
-    (lambda: checks.check_temperature(math.nan), ["--temperature nan", "use --temperature 1.0"]),
-    (lambda: checks.check_temperature(math.inf), ["--temperature inf", "use --temperature 1.0"]),
-    (lambda: checks.check_kl(-0.1), ["--kl-coef -0.1", "use --kl-coef 0"]),
-    (lambda: checks.check_kl(math.nan), ["--kl-coef nan", "use --kl-coef 0"]),
+    (ranges(temperature=0.0), ["--temperature 0.0", "above 0"]),
+    (ranges(temperature=-1.0), ["--temperature -1.0", "above 0"]),
+    (ranges(temperature=math.nan), ["--temperature nan", "above 0"]),
+    (ranges(temperature=math.inf), ["--temperature inf", "below inf"]),
+    (ranges(kl_coef=-0.1), ["--kl-coef -0.1", "at least 0"]),
+    (ranges(kl_coef=math.nan), ["--kl-coef nan", "at least 0"]),
+    (ranges(kl_coef=math.inf), ["--kl-coef inf", "below inf"]),
     (
         lambda: checks.check_minibatches(16, 3),
         ["--minibatches 3", "--prompts-per-step 16", "use --minibatches 2 or 4"],
@@ -34,14 +50,10 @@ REFUSALS = [
     (lambda: checks.check_ranks(9, 8), ["--num-trainers 9", "8 rollouts", "--num-trainers 1 to 8"]),
     (lambda: checks.check_ranks(0, 8), ["--num-trainers 0", "--num-trainers 1 to 8"]),
     (
-        lambda: checks.check_gpu_split(3, 2, gpus_available=4),
-        ["--num-engines 3", "--num-trainers 2", "3 + 2 = 5 GPUs, there are 4", "lower --num-engines"],
+        lambda: checks.check_gpu_split(3, 2, gpus=4),
+        ["--num-engines 3", "--num-trainers 2", "need 5 GPUs, there are 4", "lower --num-engines"],
     ),
-    (
-        lambda: checks.check_gpu_split(2, 1, gpus_available=4, gpus_per_engine=2),
-        ["--num-engines 2 (x 2 GPU)", "4 + 1 = 5 GPUs, there are 4"],
-    ),
-    (lambda: checks.check_gpu_split(1, 3, 2, shared=True), ["max(1, 3) = 3 GPUs, there are 2"]),
+    (lambda: checks.check_gpu_split(1, 2, gpus=2), ["need 3 GPUs, there are 2"]),
     (
         lambda: checks.check_context(200, 400, 512),
         ["--max-new-tokens 400", "lower --max-new-tokens to 312", "raise --max-model-len to 600"],
@@ -65,18 +77,60 @@ def test_a_fix_that_cannot_work_is_not_offered():
 
 
 def test_what_works_passes(tmp_path):
-    checks.check_at_least("--max-staleness", 0, 0)
-    checks.check_choice("--order", "ticket", ("arrival", "ticket"))
+    checks.check_ranges(Args(max_staleness=0, temperature=0.01, kl_coef=0.0, lr=None, eval_samples=0))
+    checks.check_json_object("--chat-template-args", '{"enable_thinking": false}')
     checks.check_path("--init-from", str(tmp_path))
     checks.check_group_size(2)
-    checks.check_temperature(0.01)
-    checks.check_kl(0.0)
     checks.check_minibatches(16, 16)
     checks.check_ranks(8, 8)
-    checks.check_gpu_split(2, 2, gpus_available=4)
-    checks.check_gpu_split(4, 4, gpus_available=4, shared=True)
-    checks.check_gpu_split(64, 64, gpus_available=0)
+    checks.check_gpu_split(2, 2, gpus=4)
+    checks.check_gpu_split(4, 4, gpus=1)  # all share it
+    checks.check_gpu_split(64, 64, gpus=0)
     checks.check_context(256, 256, 512)
+
+
+ENVS = """
+from common.env import Env, Step
+
+class Good(Env):
+    def tasks(self, split):
+        return [{"number": n} for n in range(100 if split == "train" else 3)]
+    def reset(self, task):
+        return f"number {task['number']}"
+
+class NoTasks(Good):
+    def tasks(self, split):
+        return [] if split == "eval" else super().tasks(split)
+
+class BadReset(Good):
+    def reset(self, task):
+        return task["nothing"]
+"""
+
+
+def test_an_environment_gives_its_number_of_tasks_and_some_prompts_of_both_splits(tmp_path):
+    path = tmp_path / "envs.py"
+    path.write_text(ENVS)
+    num_tasks, prompts = checks.check_env("--env", f"{path}:Good", EnvFlags())
+    assert num_tasks == 100
+    assert prompts == [f"number {n}" for n in (*range(64), *range(3))]
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("NoTasks", ["tasks('eval') is empty", "at least one task"]),
+        ("BadReset", ["KeyError", "nothing"]),
+        ("Missing", ["has no class Missing"]),
+    ],
+)
+def test_an_environment_that_cannot_work_is_refused(tmp_path, name, parts):
+    path = tmp_path / "envs.py"
+    path.write_text(ENVS)
+    with pytest.raises(checks.FlagError) as caught:
+        checks.check_env("--eval-env", f"{path}:{name}", EnvFlags())
+    for part in (f"--eval-env {path}:{name}: ", *parts):
+        assert part in str(caught.value)
 
 
 def test_suggested_minibatches_work():
@@ -132,10 +186,26 @@ def test_run_ends_with_130_on_ctrl_c():
     assert caught.value.code == 130
 
 
+# --- The parser's part
+
+
 @dataclass
 class Flags:
     group_size: int = 8
     """Rollouts of one prompt."""
+
+
+@pytest.mark.parametrize(
+    "flag, value, parts",
+    [("--order", "arival", ["'arrival'", "'ticket'"]), ("--late", "zzz", ["'keep'", "'mask'", "'drop'"])],
+)
+def test_a_value_that_is_no_choice_is_refused_with_the_choices(capsys, flag, value, parts):
+    with pytest.raises(SystemExit) as caught:
+        tyro.cli(Args, args=[flag, value])
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    for part in (flag, value, *parts):
+        assert part in printed.out + printed.err
 
 
 def test_tyro_suggests_the_nearest_flag_and_exits_with_2(capsys):

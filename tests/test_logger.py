@@ -125,13 +125,41 @@ def test_plain_output(tmp_path, capsys):
     assert str(tmp_path) in lines[4] and "first 0  last 0.1" in printed
 
 
-def test_fast_steps_do_not_flood_the_log(tmp_path, capsys):
+def test_each_step_has_one_line_however_fast_it_is(tmp_path, capsys):
     with Logger(tmp_path, {}, 100, HEADLINE) as log:
         for step in range(100):
             log.log_step(row(step, **({"eval/toy/mean": 0.5} if step == 50 else {})))
-    steps = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
-    assert {"0/100", "50/100", "99/100"} <= set(steps) and len(steps) < 20
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == [f"{step}/100" for step in range(100)]
+    assert [line.split()[1] for line in lines if "eval/toy/mean 0.5" in line] == ["50/100"]
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 100
+
+
+def test_flags_that_differ_from_those_of_the_run_that_goes_on_are_named(tmp_path, capsys):
+    flags = {"lr": 0.1, "seed": 1, "data": {"eval_size": 128, "shuffle": True}, "save": {"resume": False}}
+    with Logger(tmp_path, flags, 2, HEADLINE) as log:
+        log.log_step(row(0))
+    assert "warning" not in capsys.readouterr().out
+    flags |= {"lr": 0.2, "data": {"eval_size": 64, "shuffle": True}, "save": {"resume": True}}
+    with Logger(tmp_path, flags, 2, HEADLINE, first_step=1) as log:
+        log.log_step(row(1))
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    expected = {"warning: --lr was 0.1, now it is 0.2", "warning: --eval-size was 128, now it is 64"}
+    assert set(warnings) == expected and len(warnings) == 2
+    assert json.loads((tmp_path / "config.json").read_text())["flags"]["lr"] == 0.2
+
+
+def test_a_kind_of_warning_is_printed_once_and_the_preview_shows_what_is_trained(tmp_path, capsys):
+    sample = {"rollout_id": "0.1", "reward": 0.5, "invalid": None, "prompt": "Say [b]x", "transcript": "y\nz"}
+    with Logger(tmp_path, {}, 2, HEADLINE) as log:
+        log.warn("half of them are cut off", "truncated")
+        log.warn("two thirds of them are cut off", "truncated")
+        log.warn("nothing is learned", "equal rewards")
+        log.preview([sample, sample | {"rollout_id": "0.2", "invalid": "env_died"}])
+    printed = capsys.readouterr().out
+    assert printed.count("warning: ") == 2 and "two thirds" not in printed
+    assert "rollout 0.1: reward 0.5 " in printed and "rollout 0.2: reward 0.5 (invalid: env_died)" in printed
+    assert "Say [b]x" in printed and "y\nz\n" in printed
 
 
 def test_an_error_is_named_and_not_hidden(tmp_path, capsys):

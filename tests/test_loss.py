@@ -15,9 +15,9 @@ from algos.grpo import (
     importance_weights,
     kl_loss,
     make_minibatches,
+    make_rows,
     mark_late,
     policy_loss,
-    segment_rows,
 )
 from common.batching import collate, micro_batches
 from common.logger import mean_of, merge
@@ -261,7 +261,8 @@ def toy_rows(rng, num_rows: int, masked=()) -> list[list[dict]]:
         part = segment(rng.integers(0, VOCAB, length), first, logprobs, index in masked)
         part.logprobs[~part.action_mask] = math.nan
         rollout = Rollout(f"0.{index}", "g0", 0, "0", [part], [0.0])
-        rows.append(segment_rows(rollout, float(rng.normal())))
+        ((row,),), _ = make_rows([rollout], Args())
+        rows.append([row | {"advantage": float(rng.normal())}])
     return rows
 
 
@@ -280,7 +281,7 @@ def ranks_after_a_step(rows, num_ranks: int, micro_batch_tokens: int, model=None
         trainer.model = copy.deepcopy(model) if model else toy_model()
         trainer.head = LogprobHead(trainer.model)
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
-        results.append(trainer.train_step(share, 0.0))
+        results.append(trainer.train_step(share, 0.0, None))
         trainers.append(trainer)
     gradients = [torch.stack(shards).mean(0) for shards in
                  zip(*[[p.grad for p in trainer.model.parameters()] for trainer in trainers])]  # fmt: skip
@@ -392,10 +393,19 @@ def test_rewards_are_averaged_over_valid_rollouts_alone():
 
 
 def test_every_segment_of_a_rollout_carries_its_advantage():
+    # rewards 1, 0, died, 0 in one group, 3 and 1 in another: std sqrt(1/3) and sqrt(2)
     forked = Rollout("0.0", "g0", 0, "0", [segment([1, 2, 3], 1, [-1, -2]), segment([4, 5], 1, [-3])], [1.0])
-    rows = segment_rows(forked, 0.5)
-    assert [row["advantage"] for row in rows] == [0.5, 0.5]
-    assert [row["token_ids"].tolist() for row in rows] == [[1, 2, 3], [4, 5]]
-    assert sum(int(row["action_mask"].sum()) for row in rows) == 3
-    (batches_of_rank,) = micro_batches(rows, 1, 100)
-    assert batches_of_rank[0]["advantage"].tolist() == [0.5, 0.5]
+    others = [Rollout(f"0.{i}", "g0", 0, "0", [segment([6, i], 1, [-1])], [0.0]) for i in (1, 2, 3)]
+    others[1].invalid = "env_error"
+    far = [Rollout(f"1.{i}", "g1", 1, "5", [segment([7, i], 1, [-1])], [r]) for i, r in enumerate([3, 1])]
+    rows, advantages = make_rows([forked, *others, *far], Args())
+    half = math.sqrt(0.5)
+    expected = {"0.0": 1.1547005, "0.1": -0.5773503, "0.3": -0.5773503, "1.0": half, "1.1": -half}
+    assert advantages == pytest.approx(expected, abs=1e-6)
+    flat = [[row["advantage"] for row in rollout] for rollout in rows]
+    assert flat == [[advantages["0.0"]] * 2, *([advantages[name]] for name in ("0.1", "0.3", "1.0", "1.1"))]
+    assert [row["token_ids"].tolist() for row in rows[0]] == [[1, 2, 3], [4, 5]]
+    assert [row["token_ids"].tolist() for (row,) in rows[1:]] == [[6, 1], [6, 3], [7, 0], [7, 1]]
+    assert sum(int(row["action_mask"].sum()) for row in rows[0]) == 3
+    (batches_of_rank,) = micro_batches(rows[0], 1, 100)
+    assert batches_of_rank[0]["advantage"].tolist() == pytest.approx([1.1547005, 1.1547005])

@@ -1,6 +1,7 @@
-"""Refit into a running vLLM engine: afterwards it is the engine that a fresh start on the new weights would be."""
+"""Refit into a running vLLM engine: afterwards it is what a fresh engine on the new weights would be."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ class Link:
 
     def __init__(self, path: str):
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.sender = WeightSender(self.model, rank=0, dtype=torch.float32, timeout_s=60)
+        self.sender = WeightSender(self.model, rank=0, dtype="float32", timeout_s=60)
         self.store = open_store("127.0.0.1", 60)
 
     async def join(self, path: str) -> None:
@@ -77,7 +78,7 @@ def test_after_every_refit_the_engine_equals_a_fresh_one_on_the_new_weights(kind
         completion = (await link.engine.generate(PROMPTS[0], 1, 1.0, 4))[0]
         assert set(completion.versions.tolist()) == {3}
         link.engine.llm.shutdown()
-        save_model(link.model, char_tokenizer(), new, rank=0)
+        save_model(link.model, char_tokenizer(), Path(new), rank=0)
         fresh_engine = await start_engine(new)
         fresh = await behaviour(fresh_engine)
         fresh_engine.llm.shutdown()

@@ -15,6 +15,7 @@ from tests.fakes import (
     PLAIN_TEMPLATE,
     THINKING_TEMPLATE,
     TOOL_TEMPLATE,
+    InlineEnvs,
     ScriptedEngine,
     ScriptedEnv,
     ToyTokenizer,
@@ -30,8 +31,9 @@ EOT = PIECES.index("<eot>")
 
 def play_group(engine, make_env, group_size=2, timeout_s=10.0, tokenizer=None) -> list[Rollout]:
     return asyncio.run(rollout_group(
-        engine, tokenizer or plain_tokenizer(), make_env, {}, ticket=7, prompt_id=3, group_size=group_size,
-        temperature=0.7, max_new_tokens=20, timeout_s=timeout_s,
+        engine, tokenizer or plain_tokenizer(), InlineEnvs(make_env), "train", 3, ticket=7,
+        group_size=group_size, temperature=0.7, max_new_tokens=20, timeout_s=timeout_s, system_prompt=None,
+        template_args={},
     ))  # fmt: skip
 
 

@@ -222,8 +222,8 @@ def test_a_dead_process_is_named_though_the_error_of_its_peer_comes_first(tmp_pa
 @pytest.mark.parametrize(
     "case, rows, message",
     [
-        ("skip_refits", 2, "step 2 starts while the engines hold version 1: a refit is missing"),
-        ("send_stale_weights", 0, "step 0 moved the weights, and the payload of its refit did not change"),
+        ("skip_refits", 2, "step 2 at version 1: a refit is missing"),
+        ("send_stale_weights", 0, "step 0 moved the weights, and its refit sent the same as the last"),
     ],
 )
 def test_a_refit_that_did_not_happen_ends_the_run(drive, case, rows, message):

@@ -1,6 +1,7 @@
 """The queue: who may start, what a step trains, and that nothing is lost, repeated, late or stuck."""
 
 import asyncio
+import json
 import random
 from types import SimpleNamespace
 
@@ -163,12 +164,13 @@ def test_arrival_order_trains_the_oldest_finished():
     async def scenario():
         queue = await at_version_five("arrival")
         await finish(queue, [26, 21, 22, 30, 20], 5)
-        groups, counts = await queue.get(5)
+        groups, drops = await queue.get(5)
         assert [ticket for ticket, _ in groups] == [20, 21, 22, 26]
-        assert counts == {"drops": {}, "waiting_groups": 1, "running_groups": 7}
+        assert drops == {}
+        assert (queue.version, list(queue.finished)) == (5, [30])
+        assert list(queue.running) == [23, 24, 25, 27, 28, 29, 31]
         state = await queue.state()
-        assert (state["version"], state["finished"]) == (5, [30])
-        assert list(state["running"]) == [23, 24, 25, 27, 28, 29, 31]
+        assert state.startswith("7 groups are running, the oldest for ") and "; 1 are finished" in state
 
     asyncio.run(scenario())
 
@@ -176,17 +178,17 @@ def test_arrival_order_trains_the_oldest_finished():
 def test_in_ticket_order_the_next_ticket_takes_the_place_of_a_dropped_one():
     async def scenario():
         queue = await at_version_five("ticket")
-        await queue.drop(21, "constant")
+        await queue.drop(21, "constant", "all rewards are 1")
         await finish(queue, [20, 22, 23, 24], 5)
-        groups, counts = await queue.get(5)
+        groups, drops = await queue.get(5)
         assert [ticket for ticket, _ in groups] == [20, 22, 23, 24]
-        assert counts["drops"] == {"constant": 1}
+        assert drops == {"constant": (1, "all rewards are 1")}
         assert await tickets_without_waiting(queue) == [32], "the dropped one hands its allowance back"
         await queue.set_version(6)
         await finish(queue, [25, 26, 27, 28], 6)
-        groups, counts = await queue.get(6)
+        groups, drops = await queue.get(6)
         assert [ticket for ticket, _ in groups] == [25, 26, 27, 28]
-        assert counts["drops"] == {}, "a drop is counted once"
+        assert drops == {}, "a drop is counted once"
 
     asyncio.run(scenario())
 
@@ -196,13 +198,160 @@ def test_a_step_whose_groups_are_all_dropped_gets_new_ones():
         for order in ("arrival", "ticket"):
             queue = SampleQueue(2, 0, order)
             await queue.set_version(0)
-            for first in (0, 2, 4):
+            for first in (0, 2):
                 assert await tickets_without_waiting(queue) == [first, first + 1]
                 await queue.drop(first, "invalid")
                 await queue.drop(first + 1, "invalid")
-            assert await tickets_without_waiting(queue) == [6, 7]
-            await finish(queue, [7, 6])
-            assert await trained(queue, 0) == [6, 7]
+            assert await tickets_without_waiting(queue) == [4, 5]
+            await finish(queue, [5])
+            await queue.drop(4, "invalid")
+            assert await tickets_without_waiting(queue) == [6]
+            await finish(queue, [6])
+            assert await trained(queue, 0) == [5, 6]
+
+    asyncio.run(scenario())
+
+
+def test_drops_are_counted_by_reason_with_the_last_detail():
+    async def scenario():
+        queue = SampleQueue(4, 1, "arrival")
+        await queue.set_version(0)
+        await tickets_without_waiting(queue)
+        await queue.drop(0, "env_error", "first")
+        await queue.drop(1, "timeout", "slow")
+        await queue.drop(2, "env_error", "last")
+        await finish(queue, range(3, 8))
+        assert (await queue.get(0))[1] == {"env_error": (2, "last"), "timeout": (1, "slow")}
+
+    asyncio.run(scenario())
+
+
+def test_three_steps_of_drops_without_a_good_group_between_them_close_the_queue():
+    async def scenario():
+        queue = SampleQueue(2, 2, "arrival")
+        await queue.set_version(0)
+        await tickets_without_waiting(queue)
+        for ticket in range(5):
+            await queue.drop(ticket, "env_died")
+        await finish(queue, [5])  # a good one: the count starts anew
+        await tickets_without_waiting(queue)
+        for ticket in range(6, 11):
+            await queue.drop(ticket, "env_died")
+        (ticket,) = await tickets_without_waiting(queue, 1)
+        waiting = asyncio.ensure_future(queue.get(0))
+        await settle()
+        assert not waiting.done() and ticket == 11
+        await queue.drop(ticket, "env_error", "Traceback\n  line 7\nKeyError: 'answer'\n")
+        for call in (waiting, queue.next_ticket()):
+            with pytest.raises(QueueClosed, match="^6 groups in a row were dropped.*env_error.*KeyError"):
+                await asyncio.wait_for(call, 5)
+
+    asyncio.run(scenario())
+
+
+# --- Going on after the run has ended
+
+
+@pytest.mark.parametrize("bound, handed_out", [(2, 13), (1, 12), (0, 8)])
+@pytest.mark.parametrize("order", ["arrival", "ticket"])
+def test_a_resumed_run_trains_exactly_what_was_not_trained(order, bound, handed_out):
+    """P = 4, killed after two steps: 0..7 are trained, the others of `handed_out` ran or were done."""
+
+    async def scenario():
+        queue = SampleQueue(4, bound, order)
+        for step in (0, 1):
+            await queue.set_version(step)
+            while queue.next_ticket_number < handed_out and await tickets_without_waiting(queue, 1):
+                pass
+            await finish(queue, [t for t in range(4 * step, 4 * step + 4)], step)
+            assert await trained(queue, step) == list(range(4 * step, 4 * step + 4))
+        assert queue.next_ticket_number == handed_out
+        await finish(queue, [t for t in (9, 11) if t in queue.running], 1)
+        progress = json.loads(json.dumps(await queue.progress()))
+
+        queue = SampleQueue(4, bound, order, 2, progress)
+        with pytest.raises(RuntimeError):
+            await queue.set_version(0)
+        assert await tickets_without_waiting(queue) == [], "nothing may start before the first refit"
+        await queue.set_version(2)
+        for step in (2, 3, 4):
+            given = await tickets_without_waiting(queue)
+            seen.extend(given)
+            await finish(queue, given, step)
+            tickets.extend(await trained(queue, step))
+            await queue.set_version(step + 1)
+        assert tickets == list(range(8, 20)), "each once: nothing lost, nothing again"
+        assert seen == list(range(8, 8 + 4 * (3 + bound)))
+
+    tickets, seen = [], []
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("order", ["arrival", "ticket"])
+def test_a_resumed_run_does_not_repeat_what_was_dropped(order):
+    """Bound 2 and P = 4: 0..7 but 2 and 5 are trained, 10 is dropped, 11 and 12 are done, the rest ran."""
+
+    async def scenario():
+        queue = SampleQueue(4, 2, order)
+        await queue.set_version(0)
+        assert await tickets_without_waiting(queue) == list(range(12))
+        for ticket in (2, 5, 10):
+            await queue.drop(ticket, "env_error")
+        assert await tickets_without_waiting(queue) == [12, 13, 14]
+        await finish(queue, [0, 1, 3, 4, 6, 7, 8, 9])
+        assert await trained(queue, 0) == [0, 1, 3, 4]
+        await queue.set_version(1)
+        assert await trained(queue, 1) == [6, 7, 8, 9]
+        await finish(queue, [12, 11], 1)
+        progress = json.loads(json.dumps(await queue.progress()))
+
+        queue = SampleQueue(4, 2, order, 2, progress)
+        await queue.set_version(2)
+        assert await tickets_without_waiting(queue) == list(range(11, 23))
+        await queue.drop(13, "env_error")
+        assert await tickets_without_waiting(queue) == [23]
+        await finish(queue, [16, 15, 14, 12, 11], 2)
+        assert await trained(queue, 2) == [11, 12, 14, 15]
+        await queue.set_version(3)
+        again = await queue.progress()
+        await finish(queue, range(17, 24), 3)
+        assert await trained(queue, 3) == [16, 17, 18, 19]
+
+        queue = SampleQueue(4, 0, order, 3, again)  # killed again, before that step
+        await queue.set_version(3)
+        assert await tickets_without_waiting(queue) == [16, 17, 18, 19]
+        await finish(queue, [16, 17, 18, 19], 3)
+        assert await trained(queue, 3) == [16, 17, 18, 19]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("before, after", [("arrival", "ticket"), ("ticket", "arrival")])
+def test_the_order_may_change_when_a_run_goes_on(before, after):
+    """Arrival order trained 0, 2 and 3, 4 while 1 ran: in ticket order it is 1 that comes next."""
+
+    async def scenario():
+        queue = SampleQueue(2, 2, before)
+        await queue.set_version(0)
+        await tickets_without_waiting(queue)
+        first, second = ([0, 2], [3, 4]) if before == "arrival" else ([0, 1], [2, 3])
+        await finish(queue, first)
+        assert await trained(queue, 0) == first
+        await queue.set_version(1)
+        await finish(queue, second)
+        assert await trained(queue, 1) == second
+        left = [ticket for ticket in range(12) if ticket not in first + second]
+
+        queue = SampleQueue(2, 0, after, 2, await queue.progress())
+        await queue.set_version(2)
+        given = await tickets_without_waiting(queue)
+        assert given == left[:2]
+        await finish(queue, given, 2)
+        assert await trained(queue, 2) == left[:2]
+        await queue.set_version(3)
+        given = await tickets_without_waiting(queue)
+        await finish(queue, given, 3)
+        assert await trained(queue, 3) == left[2:4]
 
     asyncio.run(scenario())
 
@@ -339,9 +488,10 @@ MOVES = st.sampled_from(["start", "start", "put", "put", "drop", "train"])
 )
 def test_any_interleaving_keeps_the_bound_and_loses_nothing(order, bound, per_step, first_ticket, moves):
     async def scenario():
-        queue = SampleQueue(per_step, bound, order, first_ticket)
+        queue = SampleQueue(per_step, bound, order, 0, {"next_ticket": first_ticket, "again": []})
         await queue.set_version(0)
         version, running, finished, given_out, trained_steps, dropped = 0, [], [], [], [], set()
+        drops_in_a_row = 0
         for move, pick in moves:
             if move == "start":
                 # k, counted without the dropped ones, belongs to step k // P
@@ -356,9 +506,14 @@ def test_any_interleaving_keeps_the_bound_and_loses_nothing(order, bound, per_st
                 if move == "put":
                     await queue.put(ticket, f"group {ticket}", version)
                     finished.append(ticket)
+                    drops_in_a_row = 0
                 else:
                     await queue.drop(ticket, "constant")
                     dropped.add(ticket)
+                    drops_in_a_row += 1
+                assert (queue.closed is not None) == (drops_in_a_row == 3 * per_step)
+                if queue.closed:
+                    break
             elif move == "train":
                 kept = [t for t in given_out if t not in dropped and t not in sum(trained_steps, [])]
                 expected = sorted(finished) if order == "arrival" else kept

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from common.env import Env, EnvFlags, Step, load_env
+from common.env import Env, EnvFlags, Step
+from common.envs import load_env
 
 LINE_BYTES = 256 << 20  # longest message
 LEASES = 1_000  # a worker is replaced after so many, and with it whatever it has leaked
@@ -73,7 +74,7 @@ class Worker:
         self.alive = False
         self.writer.close()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)  # and what the environment has started
 
 
 class EnvPool:
@@ -86,10 +87,11 @@ class EnvPool:
         """`episodes`: how many of several turns may be played at a time. Raises EnvError if the import
         fails."""
         self.control, theirs = socket.socketpair()
-        path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
         self.zygote = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "common.env_pool", str(theirs.fileno()), spec, json.dumps(asdict(flags)),
-            pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path},
+            sys.executable, "-m", "common.envs.pool", str(theirs.fileno()), spec, json.dumps(asdict(flags)),
+            pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
         )  # fmt: skip
         theirs.close()
         self.timeout_s = flags.env_timeout_s
@@ -106,7 +108,11 @@ class EnvPool:
         socket.send_fds(self.control, [b"\n"], [theirs.fileno()])
         theirs.close()
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LINE_BYTES)
-        pid = await reader.readline()
+        try:
+            pid = await reader.readline()
+        except BaseException:  # its rollout is given up
+            writer.close()
+            raise
         if not pid:
             raise EnvError("env_died", "the environment could not be loaded; its log says why")
         return Worker(int(pid), reader, writer, self.timeout_s)
@@ -183,7 +189,7 @@ class Server:
             raise TypeError(f"step() returned a {type(step).__name__}, not a Step")
         if not isinstance(step.observation, str | None) or not isinstance(step.info, dict):
             raise TypeError("step() returned an observation that is no text, or an info that is no dict")
-        return vars(step)
+        return {name: getattr(step, name) for name in Step.__dataclass_fields__}
 
     def grade(self, split: str, index: int, action: str) -> dict:
         self.reset(split, index)
@@ -197,10 +203,11 @@ def serve(connection: socket.socket, server: Server) -> None:
         for line in stream:
             request = json.loads(line)
             try:
-                answer = json.dumps(getattr(server, request.pop("method"))(**request), default=plain)
+                answer = getattr(server, request.pop("method"))(**request)
+                line = json.dumps(answer, default=plain, ensure_ascii=False).encode()  # no lone surrogates
             except Exception:  # the user's code may raise anything
-                answer = json.dumps({"error": traceback.format_exc(limit=-4)})
-            stream.write(answer.encode() + b"\n")
+                line = json.dumps({"error": traceback.format_exc(limit=-4)}).encode()
+            stream.write(line + b"\n")
             stream.flush()
 
 
@@ -208,16 +215,18 @@ def main(control: socket.socket, spec: str, flags: EnvFlags) -> None:
     """The zygote: forks a worker for every socket that comes, until its parent is gone."""
     faulthandler.enable()
     die_with_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     make_env = load_env(spec, flags)
     env = make_env()
     server = Server(make_env, {split: env.tasks(split) for split in ("train", "eval")})
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies; before that, tasks() may wait for children
     while fds := socket.recv_fds(control, 1, 1)[1]:
         if os.fork() == 0:
             die_with_parent()
+            os.setsid()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the environment may have children
             control.close()
-            serve(socket.socket(fileno=fds[0]), server)
+            with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+                serve(socket.socket(fileno=fds[0]), server)
             os._exit(0)
         os.close(fds[0])
 

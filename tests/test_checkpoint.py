@@ -1,0 +1,354 @@
+"""Checkpoints: what was saved goes on, on any number of ranks, and a failure costs the new one alone."""
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common import checkpoint
+from common.checkpoint import load_checkpoint, load_weights, save_checkpoint, starting_point
+from common.checks import FlagError
+from common.models import char_tokenizer, make_tiny
+from common.parallel import build_model, join_world
+from common.refit import connect_store, open_store
+
+
+def whole(tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def moments(model, optimizer) -> dict[str, torch.Tensor]:
+    """AdamW's state by parameter and name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    states = [(names[parameter], state) for parameter, state in optimizer.state.items()]
+    return {f"{name}.{key}": whole(value) for name, state in states for key, value in state.items()}
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def train(model, optimizer, steps) -> None:
+    """Optimizer steps on fixed random tokens, a batch for each step."""
+    for step in steps:
+        ids = torch.randint(0, 100, (4, 12), generator=torch.Generator().manual_seed(step))
+        logits = model(input_ids=ids).logits[:, :-1]
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+
+
+def equal(one: dict, two: dict) -> list[str]:
+    """The names under which the two differ in a bit."""
+    assert one.keys() == two.keys() and one
+    return [name for name in one if not torch.equal(one[name], two[name])]
+
+
+# --- One process
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    return make_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def trained(tiny):
+    """A model after three steps, to copy."""
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    optimizer = adamw(model)
+    train(model, optimizer, range(3))
+    return model, optimizer
+
+
+def copied(trained) -> tuple:
+    model = copy.deepcopy(trained[0])
+    optimizer = adamw(model)
+    optimizer.load_state_dict(copy.deepcopy(trained[1].state_dict()))
+    return model, optimizer
+
+
+def save(output_dir: Path, step: int, trained, **progress) -> Path:
+    path = output_dir / "checkpoints" / f"step_{step}"
+    parts = {"policy": trained}
+    save_checkpoint(str(path), 0, trained[0], char_tokenizer(), parts, {"step": step} | progress)
+    return path
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_one_that_was_not_interrupted(
+    world, tiny, trained, tmp_path
+):
+    path = save(tmp_path, 3, trained)
+    uninterrupted = copied(trained)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    resumed = model, adamw(model)
+    assert equal(weights(model), weights(trained[0])), "a fresh model is another one"
+    load_checkpoint(str(path), {"policy": resumed})
+    assert equal(weights(model), weights(trained[0])) == []
+    assert equal(moments(*resumed), moments(*trained)) == []
+    assert {len(state) for state in resumed[1].state.values()} == {3}, "step and two moments"
+    for pair in (uninterrupted, resumed):
+        train(*pair, range(3, 5))
+    assert equal(weights(model), weights(uninterrupted[0])) == []
+    assert equal(moments(*resumed), moments(*uninterrupted)) == []
+    assert equal(weights(model), weights(trained[0])), "the two steps moved it"
+
+
+def test_several_models_are_saved_side_by_side(world, tiny, trained, tmp_path):
+    other = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    critic = other, adamw(other)
+    train(*critic, [7])
+    path = tmp_path / "checkpoints" / "step_1"
+    parts = {"policy": trained, "critic": critic}
+    save_checkpoint(str(path), 0, trained[0], char_tokenizer(), parts, {"step": 1})
+    fresh = {}
+    for name in parts:
+        model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+        fresh[name] = model, adamw(model)
+    load_checkpoint(str(path), fresh)
+    for name, (model, optimizer) in parts.items():
+        assert equal(weights(model), weights(fresh[name][0])) == []
+        assert equal(moments(model, optimizer), moments(*fresh[name])) == []
+
+
+def test_the_folder_is_a_model_that_transformers_loads(world, trained, tmp_path):
+    path = save(tmp_path, 3, trained)
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert equal(weights(model), weights(trained[0])) == []
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = torch.tensor([tokenizer("What is 12 + 3?")["input_ids"]])
+    assert ids.tolist() == [char_tokenizer()("What is 12 + 3?")["input_ids"]]
+    assert torch.equal(model(ids).logits, trained[0](ids).logits)
+    assert json.loads((path / "progress.json").read_text()) == {"step": 3}
+
+
+def test_only_the_newest_checkpoint_keeps_what_a_run_goes_on_from(world, trained, tmp_path):
+    for step in (2, 4, 10):
+        save(tmp_path, step, trained, queue={"next_ticket": step})
+    folder = tmp_path / "checkpoints"
+    assert names_in(folder) == ["step_10", "step_2", "step_4"], "nothing partial is left"
+    assert [name for name in names_in(folder) if (folder / name / "trainer").exists()] == ["step_10"]
+    assert all((folder / name / "model.safetensors").exists() for name in names_in(folder))
+    expected = str(folder / "step_10"), {"step": 10, "queue": {"next_ticket": 10}}
+    assert starting_point(True, str(tmp_path), 11) == expected
+
+
+def test_a_checkpoint_is_written_again_over_the_old_one(world, trained, tmp_path):
+    path = save(tmp_path, 3, trained, queue=1)
+    (path / "left over").touch()
+    save(tmp_path, 3, trained, queue=2)
+    assert not (path / "left over").exists()
+    assert starting_point(True, str(tmp_path), 4) == (str(path), {"step": 3, "queue": 2})
+
+
+FAILURES = {
+    "weights": (checkpoint, "save_model"),
+    "optimizer": (checkpoint.dcp, "save"),
+    "progress": (checkpoint.json, "dumps"),
+    "rename": (checkpoint.os, "rename"),
+}
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_a_full_disk_leaves_the_former_checkpoint_as_it_was(world, tiny, trained, tmp_path, where):
+    path = save(tmp_path, 3, trained)
+    later = copied(trained)
+    train(*later, range(3, 5))
+
+    working = getattr(*FAILURES[where])
+
+    def fail(*args, **more):
+        if where == "rename" and Path(args[0]).suffix != ".partial":  # one of those inside
+            return working(*args, **more)
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*FAILURES[where], fail)
+        with pytest.raises(OSError, match="No space left"):
+            save(tmp_path, 5, later)
+    assert starting_point(True, str(tmp_path), 9) == (str(path), {"step": 3})
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    resumed = model, adamw(model)
+    load_checkpoint(str(path), {"policy": resumed})
+    assert equal(weights(model), weights(trained[0])) == []
+    assert equal(moments(*resumed), moments(*trained)) == []
+    save(tmp_path, 5, later)  # there is space again
+    assert names_in(tmp_path / "checkpoints") == ["step_3", "step_5"]
+    assert starting_point(True, str(tmp_path), 9) == (str(tmp_path / "checkpoints" / "step_5"), {"step": 5})
+
+
+def test_weights_of_another_run_go_in_and_nothing_else_does(world, tiny, trained, tmp_path):
+    path = save(tmp_path, 3, trained)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    load_weights(str(path), model, 0)
+    assert equal(weights(model), weights(trained[0])) == []
+    assert model.lm_head.weight is model.model.embed_tokens.weight, "still tied"
+
+
+@pytest.mark.parametrize("other", [{"moe": True}, {"tied": False}, None], ids=["moe", "untied", "wider"])
+def test_weights_of_another_architecture_are_refused(world, tiny, tmp_path, other):
+    if other is None:
+        config = AutoModelForCausalLM.from_pretrained(tiny).config
+        config.intermediate_size *= 2
+        path = str(tmp_path / "other")
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    else:
+        path = make_tiny(tmp_path / "other", **other)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    before = weights(model)
+    with pytest.raises(ValueError, match="not those of the model"):
+        load_weights(path, model, 0)
+    assert equal(weights(model), before) == []
+
+
+# --- Which checkpoint a run goes on from
+
+
+def folder_with(output_dir: Path, name: str, text: str | None, trainer: bool = True) -> Path:
+    folder = output_dir / "checkpoints" / name
+    folder.mkdir(parents=True)
+    if trainer:
+        (folder / "trainer").mkdir()
+    if text is not None:
+        (folder / "progress.json").write_text(text)
+    return folder
+
+
+def test_incomplete_checkpoints_are_skipped(tmp_path):
+    good = folder_with(tmp_path, "step_4", '{"step": 4, "queue": {"next_ticket": 9}}')
+    folder_with(tmp_path, "step_2", '{"step": 2}')
+    folder_with(tmp_path, "step_6", None)
+    folder_with(tmp_path, "step_8", "")
+    folder_with(tmp_path, "step_10", '{"step": 1')
+    folder_with(tmp_path, "step_12", '{"step": 12}', trainer=False)
+    folder_with(tmp_path, "step_14.partial", '{"step": 14}')
+    folder_with(tmp_path, "step_16.partial", None)
+    assert starting_point(True, str(tmp_path), 20) == (
+        str(good), {"step": 4, "queue": {"next_ticket": 9}},
+    )  # fmt: skip
+
+
+def test_step_ten_is_newer_than_step_nine(tmp_path):
+    folder_with(tmp_path, "step_9", '{"step": 9}')
+    newest = folder_with(tmp_path, "step_10", '{"step": 10}')
+    assert starting_point(True, str(tmp_path), 11)[0] == str(newest)
+
+
+def test_a_run_without_a_checkpoint_or_past_its_end_is_refused_with_what_to_do(tmp_path):
+    with pytest.raises(FlagError, match="--resume: .* has no checkpoint.*--save-every"):
+        starting_point(True, str(tmp_path), 9)
+    folder_with(tmp_path, "step_4", '{"step": 4}')
+    with pytest.raises(FlagError, match="--max-steps 4: .* is at step 4 already; ask for more"):
+        starting_point(True, str(tmp_path), 4)
+    assert starting_point(True, str(tmp_path), 5)[1] == {"step": 4}
+    assert starting_point(False, str(tmp_path), 4) == (None, {"step": 0, "queue": None})
+
+
+# --- Two ranks
+
+
+def rank_process(rank: int, tiny: str, out: str, *ports) -> None:
+    """Saves with two ranks and goes on; loads with one and with two, and goes on from there."""
+    device, path = torch.device("cpu"), f"{out}/checkpoints/step_3"
+
+    def start(ranks: int, number: int) -> tuple:
+        if rank == 0:
+            store = open_store("127.0.0.1", 60)
+            ports[number].put(store.port)
+        else:
+            store = connect_store("127.0.0.1", ports[number].get(timeout=120), 60)
+        join_world(rank, ranks, store, device, 60)
+        model = build_model(tiny, device)
+        return model, adamw(model)
+
+    def seen(pair, name: str) -> None:
+        both = weights(pair[0]) | moments(*pair)
+        if rank == 0:
+            torch.save(both, f"{out}/{name}")
+
+    pair = start(2, 0)
+    train(*pair, range(3))
+    save_checkpoint(path, rank, pair[0], char_tokenizer(), {"policy": pair}, {"step": 3})
+    seen(pair, "saved")
+    train(*pair, range(3, 5))
+    seen(pair, "uninterrupted")
+    dist.destroy_process_group()
+
+    pair = start(2, 1)
+    load_checkpoint(path, {"policy": pair})
+    seen(pair, "loaded by two")
+    train(*pair, range(3, 5))
+    seen(pair, "gone on by two")
+    load_weights(path, pair[0], rank)
+    seen(pair, "weights by two")
+    dist.destroy_process_group()
+
+    if rank == 0:
+        pair = start(1, 2)
+        load_checkpoint(path, {"policy": pair})
+        seen(pair, "loaded by one")
+        train(*pair, range(3, 5))
+        seen(pair, "gone on by one")
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tiny, tmp_path_factory) -> dict[str, dict]:
+    out, context = str(tmp_path_factory.mktemp("run")), torch.multiprocessing.get_context("spawn")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        shared = tiny, out, context.Queue(), context.Queue(), context.Queue()
+        processes = [context.Process(target=rank_process, args=(rank, *shared)) for rank in (0, 1)]
+        for process in processes:
+            process.start()
+    for process in processes:
+        process.join(240)
+        if process.is_alive():
+            process.kill()
+    assert [process.exitcode for process in processes] == [0, 0], "see the captured output of the ranks"
+    names = [name for name in os.listdir(out) if name != "checkpoints"]
+    return {name: torch.load(f"{out}/{name}") for name in names} | {"path": out}
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_any_number_of_ranks_goes_on_from_what_two_have_saved(results, ranks):
+    assert equal(results[f"loaded by {ranks}"], results["saved"]) == []
+    assert len([name for name in results["saved"] if name.endswith(".exp_avg_sq")]) > 10
+    if ranks == "two":
+        assert equal(results["gone on by two"], results["uninterrupted"]) == []
+    for name, value in results["uninterrupted"].items():  # one rank adds up in another order
+        torch.testing.assert_close(results[f"gone on by {ranks}"][name], value, rtol=1e-3, atol=1e-5)
+    assert equal(results["uninterrupted"], results["saved"]), "the two steps moved it"
+
+
+def test_two_ranks_save_one_whole_model_and_take_its_weights(results, tiny):
+    path = f"{results['path']}/checkpoints/step_3"
+    loaded = weights(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    assert equal(loaded, {name: results["saved"][name] for name in loaded}) == []
+    assert equal(loaded, {name: results["weights by two"][name] for name in loaded}) == []
+    assert names_in(Path(results["path"], "checkpoints")) == ["step_3"]
