@@ -249,7 +249,7 @@ def epoch_order(seed: int, epoch: int, num_tasks: int, shuffle: bool) -> np.ndar
 class RolloutWorker:
     """One vLLM engine and the episodes that run on it; an asyncio Ray actor."""
 
-    async def start(self, index: int, args: Args, model_path: str, dtype: str, on_gpu: bool) -> None:
+    async def start(self, index: int, args: Args, model_path: str, dtype: str, on_gpu: bool, *store) -> None:
         self.args, self.index, self.busy = args, index, BusyClock()
         self.epoch, self.order = -1, None
         self.tokenizer = load_tokenizer(model_path)
@@ -266,6 +266,9 @@ class RolloutWorker:
         }
         self.engine = Engine(model_path, dtype, args.seed + index, args.engine, on_gpu)
         await self.engine.start([self.tokenizer.eos_token_id])
+        await self.engine.connect(
+            *store, 1 + index, 1 + args.engine.num_engines, args.deadline.start_timeout_s
+        )
 
     async def produce(self, queue) -> None:
         """Keeps `max_in_flight` groups going for as long as the queue gives tickets."""
@@ -310,9 +313,6 @@ class RolloutWorker:
         sampled = self.engine.sampled_tokens
         return {"at": time.monotonic(), "busy_s": self.busy.seconds(), "sampled_tokens": sampled}
 
-    async def connect(self, index: int, host: str, port: int, world_size: int) -> None:
-        await self.engine.connect(host, port, 1 + index, world_size, self.args.deadline.refit_timeout_s)
-
     async def refit(self, version: int, queue) -> dict:
         """What is in flight freezes, gets the new weights under its feet, and goes on with recomputed KV."""
         start = time.monotonic()
@@ -339,25 +339,19 @@ class Trainer:
         self.args, self.model_path, self.rank = args, model_path, rank
         self.world_size, self.device = args.parallel.num_trainers, torch.device("cuda" if on_gpu else "cpu")
 
-    def listen(self, host: str) -> int:
-        """Rank 0 opens the rendezvous on a free port."""
-        self.store = open_store(host, self.args.deadline.start_timeout_s)
-        return self.store.port
-
-    def setup(self, host: str, port: int, engine_dtype: str) -> str:
+    def setup(self, host: str, port: int, engine_dtype: str, num_engines: int) -> str:
+        """Builds everything, and meets the other ranks and the engines at the store on `host` and `port`."""
         args = self.args
-        store = self.store if self.rank == 0 else connect_store(host, port, args.deadline.start_timeout_s)
+        store = connect_store(host, port, args.deadline.start_timeout_s)
         join_world(self.rank, self.world_size, store, self.device, args.deadline.step_timeout_s)
         torch.manual_seed(args.seed)
         self.model = build_model(self.model_path, self.device, engine_dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=args.weight_decay)
         self.head = LogprobHead(self.model)
         self.sender = WeightSender(self.model, self.rank, engine_dtype, args.deadline.refit_timeout_s)
-        return describe(self.model)
-
-    def connect(self, world_size: int) -> None:
         if self.rank == 0:
-            self.sender.join(self.store, world_size)
+            self.sender.join(store, 1 + num_engines)
+        return describe(self.model)
 
     def logprobs(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
@@ -548,7 +542,9 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     model_path = resolve_model(args.model)
     log.phase("ray: starting")
     cluster.start(engine.num_engines + num_trainers, args.log.output_dir)
-    run, host = Run(deadline.step_timeout_s), cluster.host()
+    run = Run(deadline.step_timeout_s)
+    run.store = open_store(cluster.host(), deadline.start_timeout_s)  # where all processes meet
+    store = (run.store.host, run.store.port)
     gpus = cluster.gpus_per_actor(engine.num_engines, num_trainers)
     dtype = resolve_dtype(model_path, engine.rollout_dtype, gpus > 0)
     plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
@@ -558,15 +554,9 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
     run.trainers = run.spawn("trainer", trainer_class, ranks, num_gpus=gpus)
     engines = list(range(engine.num_engines))
-    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus > 0)
-    port = run.get(run.trainers[0].listen.remote(host), "trainer 0 starting", deadline.start_timeout_s)
-    ready = run.ask(run.trainers, "setup", host, port, dtype)
-    log.phase(f"trainer: {run.get(ready, 'trainers starting', deadline.start_timeout_s)[0]}")
-    run.get(started, "engines starting", deadline.start_timeout_s)
-    world = 1 + engine.num_engines
-    joins = run.ask_each(run.workers, "connect", engines, host, port, world)
-    joins += run.ask(run.trainers, "connect", world)
-    run.get(joins, "the transfer group", deadline.refit_timeout_s)
+    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus > 0, *store)
+    started = run.ask(run.trainers, "setup", *store, dtype, engine.num_engines) + started
+    log.phase(f"trainer: {run.get(started, 'start-up', deadline.start_timeout_s)[0]}")
     run.probe_ids = load_tokenizer(model_path).encode(PROBE_TEXT)
     sent = refit(run, progress["step"], deadline.refit_timeout_s)  # the gate: what is there must not change
     if checkpoint or args.save.init_from:
@@ -602,7 +592,8 @@ def check_flags(args: Args) -> int:
 def replay(args: Args, log: Logger) -> None:
     """Trains from recorded rollouts in this very process: no Ray, no engine, and breakpoints work."""
     trainer = Trainer(args, resolve_model(args.model), 0, torch.cuda.is_available())
-    log.phase(trainer.setup(cluster.LOOPBACK, trainer.listen(cluster.LOOPBACK), "float32"))
+    store = open_store(cluster.LOOPBACK, args.deadline.start_timeout_s)
+    log.phase(trainer.setup(store.host, store.port, "float32", num_engines=0))
     trainer.load(None, args.save.init_from)
     for step in range(args.max_steps):
         clock, rollouts = Stopwatch(), read_rollouts(args.debug.replay_rollouts, step)

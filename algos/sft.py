@@ -253,14 +253,9 @@ class Trainer:
         self.args, self.model_path, self.rank = args, model_path, rank
         self.world_size, self.device = args.parallel.num_trainers, torch.device("cuda" if on_gpu else "cpu")
 
-    def listen(self, host: str) -> int:
-        """Rank 0 opens the rendezvous on a free port."""
-        self.store = open_store(host, self.args.deadline.start_timeout_s)
-        return self.store.port
-
     def setup(self, host: str, port: int) -> str:
         args = self.args
-        store = self.store if self.rank == 0 else connect_store(host, port, args.deadline.start_timeout_s)
+        store = connect_store(host, port, args.deadline.start_timeout_s)
         join_world(self.rank, self.world_size, store, self.device, args.deadline.step_timeout_s)
         torch.manual_seed(args.seed)
         self.model = build_model(self.model_path, self.device)
@@ -330,12 +325,12 @@ def start_run(args: Args, log: Logger, model_path: str) -> Run:
     num_trainers, timeout_s = args.parallel.num_trainers, args.deadline.start_timeout_s
     log.phase(f"ray: starting; trainers: {num_trainers} x FSDP2")
     cluster.start(num_trainers, args.log.output_dir)
-    run, host = Run(args.deadline.step_timeout_s), cluster.host()
+    run = Run(args.deadline.step_timeout_s)
     gpus = cluster.gpus_per_actor(0, num_trainers)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
     run.trainers = run.spawn("trainer", Trainer, ranks, num_gpus=gpus)
-    port = run.get(run.trainers[0].listen.remote(host), "trainer 0 starting", timeout_s)
-    ready = run.ask(run.trainers, "setup", host, port)
+    run.store = open_store(cluster.host(), timeout_s)
+    ready = run.ask(run.trainers, "setup", run.store.host, run.store.port)
     log.phase(f"trainer: {run.get(ready, 'trainers starting', timeout_s)[0]}")
     return run
 
@@ -349,18 +344,14 @@ def held_out_loss(run: Run, held_out: list[dict], args: Args) -> float:
 def check_flags(args: Args) -> None:
     """Refuses what cannot work, before anything starts."""
     checks.check_ranges(args)
-    checks.check_output_dir(args.log.output_dir, args.save.resume)
+    checks.check_files(args.save, args.log)
 
 
 def main(args: Args) -> None:
     check_flags(args)
     args.lr = args.lr if args.lr is not None else (2e-3 if args.model == "tiny" else 1e-5)
     conversations = read_conversations(args.data)
-    try:
-        model_path = resolve_model(args.model)
-    except ValueError as error:
-        raise FlagError(str(error)) from error
-    tokenizer = load_tokenizer(model_path)
+    tokenizer, model_path = checks.check_model(args.model), resolve_model(args.model)
     rows = encode_all(conversations, tokenizer, args.max_length)
     too_long = f"{len(conversations) - len(rows)} of {len(conversations)} conversations are longer than"
     too_long = f"{too_long} --max-length {args.max_length} and left out"

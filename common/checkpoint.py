@@ -53,7 +53,8 @@ def starting_point(resume: bool, output_dir: str, max_steps: int) -> tuple[str |
     complete = [(path, progress_of(path)) for path in folders if path.suffix != ".partial"]
     found = [(progress["step"], str(path), progress) for path, progress in complete if progress]
     if not found:
-        raise FlagError(f"--resume: {output_dir} has no checkpoint to go on from; --save-every writes them")
+        fix = "--save-every writes them; without --resume, use another --output-dir"
+        raise FlagError(f"--resume: {output_dir} has no checkpoint to go on from; {fix}")
     step, path, progress = max(found)
     if step >= max_steps:
         raise FlagError(f"--max-steps {max_steps}: {output_dir} is at step {step}; ask for more steps")

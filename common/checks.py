@@ -75,23 +75,29 @@ def check_json_object(flag: str, text: str) -> None:
         raise FlagError(f"{flag} {text}: not a JSON object; write one like '{{\"key\": true}}'")
 
 
-def check_path(flag: str, path: str) -> None:
-    """Refuses a path that does not exist."""
+def check_path(flag: str, path: str, file: str = "") -> None:
+    """Refuses a path that does not exist, and a folder without `file`."""
     if not Path(path).exists():
         raise FlagError(f"{flag} {path}: there is no such path; relative paths start in {Path.cwd()}")
+    if not Path(path, file).exists():
+        raise FlagError(f"{flag} {path}: has no {file}; name the folder that has it")
 
 
 def check_env(flag: str, spec: str, flags: EnvFlags) -> tuple[int, list]:
     """The number of training tasks, and prompts of up to 64 of either split.
 
-    Refuses an environment that cannot be loaded, has no tasks, or has a reset() that raises.
+    Refuses an environment that cannot be loaded, has no tasks, or has a reset() that raises or gives no
+    prompt.
     """
+    from common.rollout import as_messages
+
     try:
         env = load_env(spec, flags)()
         tasks = {split: env.tasks(split) for split in ("train", "eval")}
         empty = [split for split in tasks if not len(tasks[split])]
         some = [tasks[split][index] for split in tasks for index in range(min(64, len(tasks[split])))]
         prompts = [load_env(spec, flags)().reset(task) for task in some]
+        _ = [as_messages(prompt, None) for prompt in prompts]
     except Exception as error:  # the user's file may raise anything
         message = str(error).removeprefix(f"--env {spec}: ")
         raise FlagError(f"{flag} {spec}: {type(error).__name__}: {message}") from error
@@ -167,39 +173,50 @@ def check_shared(engine, parallel, data, save, debug, log) -> None:
     check_json_object("--chat-template-args", data.chat_template_args)
     if not os.environ.get("RAY_ADDRESS"):
         check_gpu_split(engine.num_engines, parallel.num_trainers, torch.cuda.device_count())
-    for flag, path in (("--init-from", save.init_from), ("--replay-rollouts", debug.replay_rollouts)):
-        if path:
-            check_path(flag, path)
-    if debug.replay_rollouts and (parallel.num_trainers > 1 or save.resume):
-        raise FlagError("--replay-rollouts: trains in one process; leave out --num-trainers and --resume")
+    if replayed := debug.replay_rollouts:
+        check_path("--replay-rollouts", replayed, "step_000000.jsonl")
+        if parallel.num_trainers > 1 or save.resume:
+            raise FlagError(f"--replay-rollouts {replayed}: one process; leave out --num-trainers, --resume")
+    check_files(save, log)
+
+
+def check_files(save, log) -> None:
+    """Refuses a folder of weights, a tracker or an output folder that the run could not use."""
+    if save.init_from:
+        check_path("--init-from", save.init_from, "config.json")
     for package, project in (("wandb", log.wandb_project), ("trackio", log.trackio_project)):
         if project and importlib.util.find_spec(package) is None:
             raise FlagError(f"--{package}-project {project}: {package} is missing; pip install {package}")
     check_output_dir(log.output_dir, save.resume)
 
 
+def check_model(model: str):
+    """The tokenizer of a model. Refuses a model that is not there."""
+    from common.models import load_tokenizer, resolve_model
+
+    try:
+        if Path(path := resolve_model(model)).is_dir():
+            check_path("--model", path, "config.json")
+        return load_tokenizer(path)
+    except (ValueError, OSError) as error:
+        raise FlagError(f"--model {model}: {str(error).removeprefix(f'--model {model}: ')}") from error
+
+
 def check_tasks(model: str, env: str, eval_env: str | None, data, engine, max_new_tokens: int) -> int:
     """Refuses environments without tasks, models that are not there, and prompts that leave no room for an
     answer (of the first 64 of each split). Returns the number of training tasks."""
-    from common.models import load_tokenizer, resolve_model
     from common.rollout import as_messages, encode, render
 
     check_context(1, max_new_tokens, engine.max_model_len)
     num_tasks, prompts = check_env("--env", env, data)
     if eval_env:
         prompts += check_env("--eval-env", eval_env, data)[1]
-    try:
-        tokenizer = load_tokenizer(resolve_model(model))
-    except (ValueError, OSError) as error:
-        message = str(error).removeprefix(f"--model {model}: ")
-        raise FlagError(f"--model {model}: {message}") from error
-    template_args = json.loads(data.chat_template_args)
+    tokenizer, template_args = check_model(model), json.loads(data.chat_template_args)
     try:
         messages = [as_messages(prompt, data.system_prompt) for prompt in prompts]
         lengths = [len(encode(tokenizer, render(tokenizer, each, template_args))) for each in messages]
     except Exception as error:  # a chat template raises what it likes
-        raise FlagError(
-            f"--model {model}: its chat template does not take the prompts of --env {env}: {error}"
-        ) from error
+        what = f"its chat template refuses a prompt of --env {env}; change the prompts or the model"
+        raise FlagError(f"--model {model}: {what}: {error}") from error
     check_context(max(lengths), max_new_tokens, engine.max_model_len)
     return num_tasks

@@ -97,7 +97,7 @@ class Run:
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s  # of a wait, where the call does not say otherwise
-        self.queue, self.workers, self.trainers = None, [], []
+        self.queue, self.store, self.workers, self.trainers = None, None, [], []
         self.probe_ids, self.probes, self.last_refit = [], [], {}  # of the refit in flight
         self.actors: dict[str, ray.actor.ActorHandle] = {}
         self.pings: dict[ray.ObjectRef, str] = {}

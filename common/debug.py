@@ -8,6 +8,7 @@ from typing import Annotated
 
 import numpy as np
 import torch
+import tyro
 from annotated_types import Ge
 
 from common.sample import Rollout, Segment
@@ -15,7 +16,7 @@ from common.sample import Rollout, Segment
 
 @dataclass
 class DebugFlags:
-    dry_run: bool = False
+    dry_run: Annotated[bool, tyro.conf.arg(aliases=["--print-plan"])] = False
     """Check all flags, print the batch arithmetic, and end."""
     eval_only: bool = False
     """Evaluate --model (or --init-from, or the run to --resume), and end."""
@@ -44,7 +45,9 @@ def read_rollouts(folder: str, step: int) -> list[Rollout]:
     """What `dump_rollouts` wrote. Raises FileNotFoundError if the step was not recorded."""
     dtypes = {"token_ids": np.int32, "action_mask": bool, "logprobs": np.float32, "versions": np.int32}
     rollouts = []
-    for line in Path(folder, f"step_{step:06}.jsonl").read_text().splitlines():
+    if not (path := Path(folder, f"step_{step:06}.jsonl")).exists():
+        raise FileNotFoundError(f"--replay-rollouts {folder}: has no step {step}; use --max-steps {step}")
+    for line in path.read_text().splitlines():
         record = json.loads(line)
         for segment in record["segments"]:
             segment |= {name: np.array(segment[name], dtype) for name, dtype in dtypes.items()}

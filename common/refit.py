@@ -207,6 +207,8 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 def join_group(store: dist.Store, rank: int, world_size: int, backend: str, timeout_s: float):
     """A process group apart from the default one: trainer rank 0 is its rank 0, the engine workers follow."""
     timeout, store = timedelta(seconds=timeout_s), dist.PrefixStore("refit", store)
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{other}" for other in range(world_size)])  # as long as the store waits: a start-up
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     options = dist.ProcessGroupNCCL.Options()

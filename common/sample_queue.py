@@ -111,7 +111,7 @@ class SampleQueue:
 
     def _next_batch(self) -> list[int] | None:
         """The tickets of the next step, or None while they are not all there."""
-        known = self.finished if self.order == "arrival" else [*self.finished, *self.running, *self.again]
+        known = self.finished if self.order == "arrival" else [*self.finished, *self.running]
         batch = sorted(known)[: self.groups_per_step]
         ready = len(batch) == self.groups_per_step and all(ticket in self.finished for ticket in batch)
         return batch if ready else None

@@ -6,26 +6,22 @@ from algos import grpo
 from common import checks
 from common.logger import LogFlags
 from common.parallel import build_model
-from common.refit import WeightSender
 
 
 def skip_refits() -> None:
     """From version 2 on a refit does nothing, and says that it did."""
     refit = grpo.refit
     grpo.refit = lambda run, version, *rest: (
-        refit(run, version, *rest)
-        if version < 2
-        else run.last_refit | {"version": version, "changed": True}
+        refit(run, version, *rest) if version < 2 else run.last_refit | {"version": version, "changed": True}
     )
 
 
 class StaleSender(grpo.Trainer):
     """Trains one model and sends another one, which stays as it started."""
 
-    def setup(self, host: str, port: int, engine_dtype: str) -> str:
-        description = super().setup(host, port, engine_dtype)
-        untrained = build_model(self.model_path, self.device)
-        self.sender = WeightSender(untrained, self.rank, engine_dtype, self.sender.timeout_s)
+    def setup(self, *where) -> str:
+        description = super().setup(*where)
+        self.sender.model = build_model(self.model_path, self.device)
         return description
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from algos.grpo import Args, Trainer, make_minibatches
 from common.logger import mean_of, merge
 from common.models import make_tiny
+from common.refit import open_store
 
 TOKENS = [10_000, 60, 1]  # of a micro-batch: all rows at once, a few, one
 NO_CLIP, CLIP = 1e9, 0.01
@@ -55,10 +56,9 @@ def train(rank: int, num_ranks: int, port, path: str, out: str) -> None:
     args.deadline.start_timeout_s = args.deadline.step_timeout_s = 60.0
     trainer = Trainer(args, path, rank, False)
     if rank == 0:
-        port.put(trainer.listen("127.0.0.1"))
-        trainer.setup("127.0.0.1", 0, "float32")
-    else:
-        trainer.setup("127.0.0.1", port.get(timeout=120), "float32")
+        store = open_store("127.0.0.1", 60)  # lives until the last step
+        port.put(store.port)
+    trainer.setup("127.0.0.1", store.port if rank == 0 else port.get(timeout=120), "float32", num_engines=0)
     named = dict(trainer.model.named_parameters())
     held = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
     results = {

@@ -326,6 +326,23 @@ def test_a_resumed_run_does_not_repeat_what_was_dropped(order):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("order", ["arrival", "ticket"])
+def test_a_run_that_is_killed_again_before_it_has_caught_up_loses_nothing(order):
+    async def scenario():
+        queue = SampleQueue(4, 2, order)
+        await queue.set_version(0)
+        assert await tickets_without_waiting(queue) == list(range(12))
+        for first in (0, 4, 8):  # each run goes on with a bound of 0 and is killed a step later
+            step = first // 4
+            await finish(queue, range(first, first + 4), step)
+            assert await trained(queue, step) == list(range(first, first + 4))
+            queue = SampleQueue(4, 0, order, step + 1, json.loads(json.dumps(await queue.progress())))
+            await queue.set_version(step + 1)
+            assert await tickets_without_waiting(queue) == list(range(first + 4, first + 8))
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("before, after", [("arrival", "ticket"), ("ticket", "arrival")])
 def test_the_order_may_change_when_a_run_goes_on(before, after):
     """Arrival order trained 0, 2 and 3, 4 while 1 ran: in ticket order it is 1 that comes next."""

@@ -1,0 +1,115 @@
+"""Tokens per second of the rollout loop beside raw vLLM, in turns, on one machine.
+
+    .venv/bin/python scripts/bench/rollout.py                         tiny, 64 new tokens, 8 answers a prompt
+    .venv/bin/python scripts/bench/rollout.py --new-tokens 5 --max-in-flight 32
+
+raw: `LLM.generate` with all prompts at once, log-probs on, no text. loop: `rollout_group` as a run has it:
+environment processes, chat template, records with masks and versions, packed for the queue.
+"""
+
+import asyncio
+import functools
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@dataclass
+class Args:
+    model: str = "tiny"
+    """As in algos/grpo.py."""
+    new_tokens: int = 64
+    """Tokens of every answer; the end of a turn does not stop it."""
+    group_size: int = 8
+    """Answers to a prompt."""
+    prompts: int = 64
+    """Prompts of a round."""
+    rounds: int = 5
+    """Rounds of each kind; the median counts."""
+    max_in_flight: int = 16
+    """Prompt groups that the loop works on at a time, as --max-in-flight of a run."""
+
+
+def make_raw(args: Args, model_path: str, prompts: list[list[int]]):
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model_path, max_model_len=512, enforce_eager=True, kv_cache_memory_bytes=1 << 28,
+        logprobs_mode="processed_logprobs", generation_config="vllm", disable_log_stats=True,
+    )  # fmt: skip
+    sampling = SamplingParams(
+        n=args.group_size, max_tokens=args.new_tokens, logprobs=0, flat_logprobs=True, detokenize=False,
+        ignore_eos=True,
+    )  # fmt: skip
+
+    def once() -> int:
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = llm.generate(requests, sampling, use_tqdm=False)
+        return sum(len(each.token_ids) for output in outputs for each in output.outputs)
+
+    return once
+
+
+async def main(args: Args) -> None:
+    from common.env import EnvFlags
+    from common.envs.pool import EnvPool
+    from common.models import load_tokenizer, resolve_dtype, resolve_model
+    from common.rollout import Engine, EngineFlags, encode, render, rollout_group
+    from common.sample_queue import pack_group
+
+    model_path = resolve_model(args.model)
+    tokenizer, envs = load_tokenizer(model_path), EnvPool()
+    await envs.start("reverse", EnvFlags(), args.max_in_flight)
+    texts = [f"{number:04d}" for number in range(args.prompts)]
+    prompts = [
+        encode(tokenizer, render(tokenizer, [{"role": "user", "content": text}], {})) for text in texts
+    ]
+    raw = make_raw(args, model_path, prompts)
+    flags = EngineFlags(max_in_flight=args.max_in_flight)
+    engine = Engine(model_path, resolve_dtype(model_path, "auto", on_gpu=False), 0, flags, on_gpu=False)
+    await engine.start([tokenizer.eos_token_id])
+    engine.make_sampling = functools.partial(engine.make_sampling, ignore_eos=True)
+    engine.stop_token_ids = []
+
+    async def loop() -> int:
+        before, todo = engine.sampled_tokens, iter(range(args.prompts))
+
+        async def slot() -> None:
+            for index in todo:
+                group = await rollout_group(
+                    engine, tokenizer, envs, "train", index, ticket=index, group_size=args.group_size,
+                    temperature=1.0, max_new_tokens=args.new_tokens, timeout_s=600.0, system_prompt=None,
+                    template_args={},
+                )  # fmt: skip
+                pack_group(group)
+
+        await asyncio.gather(*(slot() for _ in range(args.max_in_flight)))
+        return engine.sampled_tokens - before
+
+    rates: dict[str, list[float]] = {"raw": [], "loop": []}
+    for number in range(args.rounds + 1):
+        for kind in rates:
+            start = time.perf_counter()
+            tokens = raw() if kind == "raw" else await loop()
+            if number:  # the first round warms up
+                rates[kind].append(tokens / (time.perf_counter() - start))
+    print(f"{args.prompts} prompts x {args.group_size} answers x {args.new_tokens} tokens, {args.model}")
+    for kind, values in rates.items():
+        print(f"{kind:5} tokens/s: {statistics.median(values):8.0f}   rounds: {[round(v) for v in values]}")
+    ratios = [ours / theirs for ours, theirs in zip(rates["loop"], rates["raw"])]
+    print(f"loop / raw: {statistics.median(ratios):.3f}   rounds: {[round(r, 3) for r in ratios]}")
+    engine.llm.shutdown()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(tyro.cli(Args)))
