@@ -567,7 +567,10 @@ def replay(args: Args, log: Logger) -> None:
         row |= training_metrics([trainer.train_step(share, row["lr"], None)])
         clock.lap("time/step")
         log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
-    trainer.save(path := f"{args.log.output_dir}/checkpoints/step_{args.max_steps}", {"step": args.max_steps})
+    trainer.save(
+        path := f"{args.log.output_dir}/checkpoints/step_{args.max_steps}",
+        {"step": args.max_steps, "queue": None},
+    )
     log.summary({"checkpoint": path})
 
 
@@ -581,7 +584,7 @@ def main(args: Args) -> None:
     checkpoint, progress = starting_point(args.save.resume, args.log.output_dir, args.max_steps)
     env, empty_steps, config = env_name(args.eval_env or args.env), 0, asdict(args)
     headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
-    trackers = open_trackers(args.log, config)
+    trackers = open_trackers(args.log, config, progress["step"])
     log = Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers)
     with log, cluster.session():
         log.console.print(plan)

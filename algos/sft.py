@@ -361,7 +361,7 @@ def main(args: Args) -> None:
 
     checkpoint, progress = starting_point(args.save.resume, args.log.output_dir, args.max_steps)
     headline, config = ("loss/sft", "grad_norm", "time/step"), asdict(args)
-    trackers = open_trackers(args.log, config)
+    trackers = open_trackers(args.log, config, progress["step"])
     with (
         Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers) as log,
         cluster.session(),

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from annotated_types import Ge
-from torch.distributed.checkpoint import state_dict
-from torch.distributed.tensor import DTensor
+from huggingface_hub import save_torch_state_dict
+from torch.distributed.checkpoint import CheckpointException, state_dict
 
 from common.checks import FlagError
+from common.refit import checkpoint_tensors
 
 
 @dataclass
@@ -65,13 +66,13 @@ def starting_point(resume: bool, output_dir: str, max_steps: int) -> tuple[str |
 def save_model(model: torch.nn.Module, tokenizer, path: Path, rank: int) -> None:
     """Weights, config and tokenizer. Every rank must call it: gathering the shards is a collective."""
     state = {}
-    for name, parameter in model.named_parameters():
-        tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    for name, tensor in checkpoint_tensors(model.named_parameters()):
         if rank == 0:
-            state[name] = tensor.detach().cpu()
+            state[name] = tensor.cpu().contiguous()
     if rank == 0:
-        model.save_pretrained(path, state_dict=state)
-        tokenizer.save_pretrained(path)
+        save_torch_state_dict(state, path)
+        for part in (model.config, model.generation_config, tokenizer):
+            part.save_pretrained(path)
 
 
 def trainer_state(parts: dict) -> dict:
@@ -91,7 +92,10 @@ def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progres
     dist.barrier()
     save_model(model, tokenizer, partial, rank)
     if parts:
-        dcp.save(trainer_state(parts), checkpoint_id=partial / "trainer")
+        try:
+            dcp.save(trainer_state(parts), checkpoint_id=partial / "trainer")
+        except CheckpointException as error:  # no Exception: Ray would say that the process died
+            raise OSError(str(error)) from error
     if rank == 0:
         (partial / "progress.json").write_text(json.dumps(progress))
         shutil.rmtree(final, ignore_errors=True)

@@ -177,6 +177,10 @@ def check_shared(engine, parallel, data, save, debug, log) -> None:
         check_path("--replay-rollouts", replayed, "step_000000.jsonl")
         if parallel.num_trainers > 1 or save.resume:
             raise FlagError(f"--replay-rollouts {replayed}: one process; leave out --num-trainers, --resume")
+    if debug.eval_only and save.resume:
+        raise FlagError(
+            "--eval-only --resume: give the checkpoint's folder as --model or --init-from instead"
+        )
     check_files(save, log)
 
 

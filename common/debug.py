@@ -19,7 +19,7 @@ class DebugFlags:
     dry_run: Annotated[bool, tyro.conf.arg(aliases=["--print-plan"])] = False
     """Check all flags, print the batch arithmetic, and end."""
     eval_only: bool = False
-    """Evaluate --model (or --init-from, or the run to --resume), and end."""
+    """Evaluate --model, or the weights of --init-from, and end."""
     dump_rollouts: str | None = None
     """Folder that gets all rollouts of every step, with tokens, log-probs and versions."""
     replay_rollouts: str | None = None

@@ -85,8 +85,8 @@ class Logger:
     `config` holds all flags (`dataclasses.asdict(args)`). `headline` are the metrics that each printed line
     shows (evaluation scores come on top); the first, usually the reward, is also in the live line, the
     summary and the curve. A resumed run passes `first_step`: rows and samples of that step and later, which
-    it will measure again, are removed. Raises ValueError if an earlier row is missing. `trackers` get what
-    the files get (`open_trackers`).
+    it will measure again, are removed. The row before it may be missing, and is then written without metrics.
+    Raises ValueError if an earlier one is missing. `trackers` get what the files get (`open_trackers`).
     """
 
     def __init__(
@@ -103,10 +103,13 @@ class Logger:
         self.changed_flags = self._write_config(config)
         self.rows = self._keep_before("metrics.jsonl", first_step)  # all rows of the run stay in memory
         self._keep_before("samples.jsonl", first_step)
-        if [row["step"] for row in self.rows] != list(range(first_step)):
+        steps = [row["step"] for row in self.rows]
+        if steps not in (list(range(first_step)), list(range(first_step - 1))):
             raise ValueError(f"{self.output_dir}/metrics.jsonl lacks a row before step {first_step}")
         self.metrics_file = open(self.output_dir / "metrics.jsonl", "ab")
         self.samples_file = open(self.output_dir / "samples.jsonl", "ab")
+        if len(steps) < first_step:  # the run was killed after a step's checkpoint and before its row
+            self.rows.append(self._append(self.metrics_file, {"step": first_step - 1}))
 
     def __enter__(self) -> "Logger":
         for change in self.changed_flags:

@@ -268,7 +268,10 @@ async def rollout_group(
 
     def prepare(prompt) -> tuple[list[dict], str, list[int]]:
         messages = as_messages(prompt, system_prompt)
-        rendered = render(tokenizer, messages, template_args)
+        try:
+            rendered = render(tokenizer, messages, template_args)
+        except Exception as error:  # a template raises what it likes
+            raise EnvError("bad_prompt", f"chat template: {type(error).__name__}: {error}") from error
         return messages, rendered, encode(tokenizer, rendered)
 
     async def finish(rollout: Rollout, prepared: tuple, step, first: Completion | None) -> None:

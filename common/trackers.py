@@ -7,10 +7,10 @@ from common.logger import LogFlags
 
 
 class TensorBoard:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder))
+        self.writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():
@@ -45,11 +45,11 @@ class Hosted:
         self.package.finish()
 
 
-def open_trackers(flags: LogFlags, config: dict) -> list:
-    """What the flags ask for. `config` are all flags of the run."""
+def open_trackers(flags: LogFlags, config: dict, first_step: int = 0) -> list:
+    """What the flags ask for. `config` are all flags of the run, which goes on at `first_step`."""
     folder = Path(flags.output_dir)
     hosted = {"wandb": flags.wandb_project, "trackio": flags.trackio_project}
-    local = [TensorBoard(folder / "tensorboard")] if flags.tensorboard else []
+    local = [TensorBoard(folder / "tensorboard", first_step)] if flags.tensorboard else []
     return local + [
         Hosted(package, project, folder, config) for package, project in hosted.items() if project
     ]

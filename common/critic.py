@@ -1,0 +1,72 @@
+"""The critic: the policy's backbone under a head of one number, on the same ranks as the policy.
+
+And the sum that GAE takes of what the critic did not foresee.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from common.parallel import build_model
+
+BLOCK = 32  # terms that `discounted_sums` adds up at a time
+
+
+class ValueHead(torch.nn.Linear):
+    """One number a position, in fp32 whatever the backbone computes in. It starts at zero."""
+
+    def __init__(self, hidden_size: int, device: torch.device):
+        super().__init__(hidden_size, 1, device=device, dtype=torch.float32)
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_BTH.float()).clone()  # FSDP warns of outputs that are views
+
+
+def put_value_head(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Puts a new value head in place of a causal LM's output head. Before the optimizer and any forward.
+
+    In a sharded model the head is an FSDP unit of its own: AutoModel shards while it loads, and only in its
+    own unit is the head fp32 beside a bf16 backbone. An embedding tied to the old head stays as it is.
+    """
+    embedding = model.get_input_embeddings().weight
+    head = ValueHead(model.get_output_embeddings().weight.shape[1], device)
+    if isinstance(model, FSDPModule):
+        fp32, mesh = MixedPrecisionPolicy(torch.float32, torch.float32), embedding.device_mesh
+        fully_shard(head, mesh=mesh, mp_policy=fp32)
+    model.set_output_embeddings(head)
+    model.config.tie_word_embeddings = False  # else saving drops the head, and loading ties it again
+    model.all_tied_weights_keys = {}
+    return model
+
+
+def build_critic(path: str, device: torch.device) -> torch.nn.Module:
+    """The model of `path` in fp32, sharded like the policy, under a value head. Every value is 0 at first."""
+    return put_value_head(build_model(path, device), device)
+
+
+def values(model: torch.nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
+    """The value of the state after each token, [B, T] in fp32. Rows are padded on the right.
+
+    Token t was sampled in the state after t - 1: [:, :-1] lies beside the log-probs of tokens 1 to T - 1. The
+    last column is the state that a cut rollout was left in.
+    """
+    return model(input_ids=ids_BT, use_cache=False).logits.squeeze(-1)
+
+
+def discounted_sums(terms_RA: torch.Tensor, decay: float) -> torch.Tensor:
+    """sum_{j >= i} decay^(j - i) terms_j at each i, without a loop over them: R rows of A terms, in N blocks
+    of K.
+
+    The sums at the starts of blocks of K are a problem of the same kind, K times shorter and with decay^K.
+    Each is carried into the last term of the block before; one matrix product then sums within all blocks.
+    """
+    length = terms_RA.shape[1]
+    terms_RNK = F.pad(terms_RA, (0, BLOCK - length % BLOCK)).unflatten(1, (-1, BLOCK))
+    steps_K = torch.arange(BLOCK, dtype=terms_RA.dtype)
+    powers_KK = (decay ** (steps_K[:, None] - steps_K).clamp(min=0)).tril()  # from i (column) to j (row)
+    if length > BLOCK:
+        starts_RN = (terms_RNK @ powers_KK[:, 0])[:, 1:]
+        terms_RNK[:, :-1, -1] += decay * discounted_sums(starts_RN, decay**BLOCK)
+    return (terms_RNK @ powers_KK).flatten(1)[:, :length]
