@@ -55,7 +55,8 @@ from common.critic import build_critic, discounted_sums, values
 from common.debug import DebugFlags, batch_plan, dump_rollouts, read_rollouts, traced
 from common.env import EnvFlags
 from common.envs.pool import EnvPool
-from common.evaluate import env_name, evaluate, score_metrics
+from common.envs import env_name
+from common.evaluate import evaluate, score_metrics
 from common.logger import LogFlags, Logger
 from common.logprobs import LogprobHead
 from common.metrics import BusyClock, Stopwatch, advice, mismatch_metrics, rank_metrics, rollout_metrics
@@ -653,8 +654,7 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     log.phase(f"refit gate passed: {sent['bytes'] / 1e6:.3g} MB by {sent['mode']}")
     if args.debug.eval_only:
         return run
-    for index, worker in enumerate(run.workers):
-        run.task(f"engine {index}", worker.produce.remote(run.queue))
+    run.tasks = {ref: f"engine {i}" for i, ref in enumerate(run.ask(run.workers, "produce", run.queue))}
     return run
 
 

@@ -51,8 +51,8 @@ def starting_point(resume: bool, output_dir: str, max_steps: int) -> tuple[str |
     if not resume:
         return None, {"step": 0, "queue": None}
     folders = [path.parent for path in Path(output_dir, "checkpoints").glob("step_*/trainer")]
-    complete = [(path, progress_of(path)) for path in folders if path.suffix != ".partial"]
-    found = [(progress["step"], str(path), progress) for path, progress in complete if progress]
+    folders = [path for path in folders if path.suffix != ".partial"]
+    found = [(progress["step"], str(path), progress) for path in folders if (progress := progress_of(path))]
     if not found:
         fix = "--save-every writes them; without --resume, use another --output-dir"
         raise FlagError(f"--resume: {output_dir} has no checkpoint to go on from; {fix}")

@@ -6,9 +6,10 @@ starts, and `run` shows a FlagError without a traceback: a mistake on the comman
 
 import importlib.util
 import json
+import operator
 import os
 import sys
-from dataclasses import is_dataclass
+from dataclasses import astuple, is_dataclass
 from pathlib import Path
 from typing import NoReturn, get_type_hints
 
@@ -17,6 +18,10 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from common.env import EnvFlags
 from common.envs import load_env
+
+
+BOUNDS = {Ge: (operator.ge, "at least"), Gt: (operator.gt, "above")}
+BOUNDS |= {Le: (operator.le, "at most"), Lt: (operator.lt, "below")}
 
 
 class FlagError(ValueError):
@@ -42,37 +47,25 @@ def run(main, args) -> None:
         sys.exit(130)
 
 
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def check_ranges(args) -> None:
     """Refuses numbers outside of the bounds with which their field is annotated, and NaN; in groups too."""
-    tests = {
-        Ge: lambda value, bound: (value >= bound.ge, f"at least {bound.ge}"),
-        Gt: lambda value, bound: (value > bound.gt, f"above {bound.gt}"),
-        Le: lambda value, bound: (value <= bound.le, f"at most {bound.le}"),
-        Lt: lambda value, bound: (value < bound.lt, f"below {bound.lt}"),
-    }
     hints = get_type_hints(type(args), include_extras=True)
     for name, value in vars(args).items():
         if is_dataclass(value):
             check_ranges(value)
         for bound in getattr(hints[name], "__metadata__", ()):
-            if type(bound) in tests and value is not None:
-                fits, wanted = tests[type(bound)](value, bound)
-                if not fits:
-                    raise FlagError(f"{flag(name)} {value}: must be {wanted}")
+            if type(bound) in BOUNDS and value is not None:
+                (fits, words), (limit,) = BOUNDS[type(bound)], astuple(bound)
+                if not fits(value, limit):
+                    raise FlagError(f"--{name.replace('_', '-')} {value}: must be {words} {limit}")
 
 
 def check_json_object(flag: str, text: str) -> None:
     """Refuses what is not a JSON object."""
     try:
-        fits = isinstance(json.loads(text), dict)
-    except ValueError:
-        fits = False
-    if not fits:
-        raise FlagError(f"{flag} {text}: not a JSON object; write one like '{{\"key\": true}}'")
+        json.loads(text).items()
+    except (ValueError, AttributeError) as error:
+        raise FlagError(f"{flag} {text}: not a JSON object; write one like '{{\"key\": true}}'") from error
 
 
 def check_path(flag: str, path: str, file: str = "") -> None:
@@ -178,9 +171,7 @@ def check_shared(engine, parallel, data, save, debug, log) -> None:
         if parallel.num_trainers > 1 or save.resume:
             raise FlagError(f"--replay-rollouts {replayed}: one process; leave out --num-trainers, --resume")
     if debug.eval_only and save.resume:
-        raise FlagError(
-            "--eval-only --resume: give the checkpoint's folder as --model or --init-from instead"
-        )
+        raise FlagError("--eval-only --resume: give the checkpoint's folder as --model instead")
     check_files(save, log)
 
 

@@ -16,10 +16,7 @@ from common.checks import check_gpu_split
 ROOT_CAUSE_S = 3.0  # how long an error waits for the news that a process died, which may have caused it
 
 
-OUT_OF_MEMORY = (
-    "; out of memory: lower --micro-batch-tokens for a trainer, --gpu-memory-utilization, --kv-cache-gb or "
-    "--max-in-flight for an engine"
-)
+OUT_OF_MEMORY = "; lower --micro-batch-tokens (trainer), --gpu-memory-utilization, --kv-cache-gb (engine)"
 LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for a request to find the machine's outside address
 
 
@@ -101,7 +98,7 @@ class Run:
         self.probe_ids, self.probes, self.last_refit = [], [], {}  # of the refit in flight
         self.actors: dict[str, ray.actor.ActorHandle] = {}
         self.pings: dict[ray.ObjectRef, str] = {}
-        self.tasks: dict[ray.ObjectRef, str] = {}
+        self.tasks: dict[ray.ObjectRef, str] = {}  # calls that last as long as the run, by what they are
 
     def spawn(self, name: str, actor_class: type, arguments: list[tuple], **options) -> list:
         """One actor for each tuple of constructor arguments, called `name`, or `name` 0, 1, ... if
@@ -119,10 +116,6 @@ class Run:
     def ask_each(self, actors: list, method: str, own: list, *values) -> list[ray.ObjectRef]:
         """The same, with a first value of its own for each actor."""
         return [getattr(a, method).remote(value, *values) for a, value in zip(actors, own, strict=True)]
-
-    def task(self, name: str, ref) -> None:
-        """A call that lasts as long as the run: its return is an error."""
-        self.tasks[ref] = name
 
     def get(self, refs, what: str, timeout_s: float | None = None):
         """Like `ray.get`. Raises RunError as soon as anything that is watched has died, and at the

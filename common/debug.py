@@ -29,15 +29,14 @@ class DebugFlags:
     """Steps after the first whose training is traced, into profile/ (chrome://tracing, ui.perfetto.dev)."""
 
 
-def plain(record) -> dict:
-    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(record).items()}
-
-
 def dump_rollouts(folder: str, step: int, rollouts: list[Rollout]) -> None:
     """One file a step, one rollout a line. Floats survive exactly."""
+
+    def plain(value):
+        return value.tolist() if isinstance(value, np.ndarray) else vars(value)
+
     Path(folder).mkdir(parents=True, exist_ok=True)
-    records = [plain(rollout) | {"segments": [plain(s) for s in rollout.segments]} for rollout in rollouts]
-    text = "".join(json.dumps(record) + "\n" for record in records)
+    text = "".join(json.dumps(rollout, default=plain) + "\n" for rollout in rollouts)
     Path(folder, f"step_{step:06}.jsonl").write_text(text)
 
 

@@ -2,19 +2,10 @@
 
 import asyncio
 import math
-from pathlib import Path
 
 import numpy as np
 
 from common.rollout import rollout_group
-
-
-def env_name(spec: str) -> str:
-    """The name of `--env` in metrics: reverse, the dataset, the stem of a JSONL file, or the class's name."""
-    name, _, argument = spec.partition(":")
-    if not argument:
-        return name
-    return argument if name.endswith(".py") else Path(argument.partition(",")[0]).stem
 
 
 async def evaluate(
@@ -23,20 +14,16 @@ async def evaluate(
     """For each task the score in [0, 1] of a greedy answer, then those of `samples` sampled ones. `settings`
     are those of `rollout_group`. A crashed or late episode counts as wrong."""
 
-    def play(index: int, group_size: int, temperature: float):
-        return rollout_group(
+    async def scores(index: int, group_size: int, temperature: float) -> list[float]:
+        group = await rollout_group(
             engine, tokenizer, envs, "eval", index, ticket=-1, group_size=group_size, temperature=temperature,
             **settings,
         )  # fmt: skip
+        return [0.0 if rollout.invalid else float(rollout.info["score"]) for rollout in group]
 
-    groups = [play(index, 1, 0.0) for index in indices]
-    groups += [play(index, samples, temperature) for index in indices if samples]
-    scores = [
-        [0.0 if rollout.invalid else float(rollout.info["score"]) for rollout in group]
-        for group in await asyncio.gather(*groups)
-    ]
-    count = len(indices)
-    return [greedy + (scores[count + i] if samples else []) for i, greedy in enumerate(scores[:count])]
+    greedy = await asyncio.gather(*(scores(index, 1, 0.0) for index in indices))
+    sampled = await asyncio.gather(*(scores(index, samples, temperature) for index in indices if samples))
+    return [one + more for one, more in zip(greedy, sampled or [[]] * len(greedy), strict=True)]
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

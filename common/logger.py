@@ -272,23 +272,22 @@ class Logger:
         figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
         left, right = figure.subplots(1, 2)
         frame[self.headline[0]].dropna().plot(ax=left, alpha=0.6, linewidth=0.8)
-        for key, by_version in self.scores_by_version().items():
-            pandas.Series(by_version).plot(ax=left, marker="o", markersize=4, label=key)
-        if "loss/eval" in frame:
-            frame["loss/eval"].dropna().plot(ax=left, marker="o", markersize=4)
+        curves = {key: pandas.Series(points) for key, points in self.scores_by_version().items()}
+        curves |= {key: frame[key].dropna() for key in ["loss/eval"] if key in frame}
+        for key, curve in curves.items():
+            curve.plot(ax=left, marker="o", markersize=4, label=key)
         times = [key for key in ("time/train", "time/trainer_wait", "time/refit") if key in frame]
         if times:
             shares = 100 * frame[times].div(frame["time/step"], axis=0)
             shares.rolling(9, min_periods=1, center=True).mean().plot(ax=right, ylim=(0, 105))
         if "staleness/mean" in frame:
-            frame["staleness/mean"].plot(
-                ax=right, secondary_y=True, color="black", linestyle=":", legend=True
-            )
+            frame["staleness/mean"].plot(ax=right, secondary_y=True, color="black", ls=":", legend=True)
         left.set(title="Learning", xlabel="step")
         right.set(title="Asynchrony", xlabel="step", ylabel="share of time/step (%)")
         for ax in (left, right):
             ax.grid(alpha=0.3)
-            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False)
+            if ax.get_legend_handles_labels()[0]:
+                ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False)
         figure.savefig(self.output_dir / "curve.png")
 
     def close(self) -> None:

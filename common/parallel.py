@@ -51,12 +51,9 @@ def build_model(path: str, device: torch.device, dtype: str = "bfloat16") -> tor
     )
     if device.type == "cuda":
         model = NeMoAutoModelForCausalLM.from_pretrained(
-            path,
-            distributed_setup=setup,
-            dtype=torch.float32,
-            attn_implementation="sdpa",
+            path, distributed_setup=setup, dtype=torch.float32, attn_implementation="sdpa",
             use_liger_kernel=False,
-        )
+        )  # fmt: skip
     else:  # AutoModel's own loader asks for a CUDA device; its parallelizer does not
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
         model = parallelize_model(model, setup.mesh_context)

@@ -260,14 +260,15 @@ class WeightSender:
 
         Every rank must call it: gathering the shards is a collective.
         """
-        tensors = []
+        tensors, checksums = [], []
         for name, tensor in checkpoint_tensors(self.model.named_parameters()):
             if self.rank == 0:
-                tensors.append((name, tensor.to(self.dtype).cpu()))
+                cast = tensor.to(self.dtype)
+                checksums.append(checksum(cast))  # where the tensor is: a GPU hashes it in no time
+                tensors.append((name, cast.cpu()))
         if self.rank != 0:
             return {}
         entries, sizes = lay_out(tensors)
-        checksums = [checksum(tensor) for _, tensor in tensors]
         buckets = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         for entry, (_, tensor) in zip(entries, tensors, strict=True):
             entry.view(buckets[entry.bucket]).copy_(tensor)

@@ -1,4 +1,4 @@
-"""PPO: GAE over actions alone, losses by a formula, a value head that trains, and whole steps against an oracle.
+"""PPO: GAE over actions alone, losses by a formula, a value head that trains, whole steps by an oracle.
 
 The ranks of the whole steps are processes with a gloo group.
 """

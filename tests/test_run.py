@@ -25,7 +25,7 @@ from common.models import resolve_model
 from common.sample import Rollout, Segment
 
 ROOT = Path(__file__).parents[1]
-PROMPTS, GROUP = 16, 8  # of a step, by default
+PROMPTS = 16  # of a step, by default
 TOLD_WITHIN_S, GONE_WITHIN_S, RUN_WITHIN_S = 30, 10, 600
 BY_TICKET = ("--order", "ticket", "--max-staleness", "2", "--samples-per-step", "1000")
 
@@ -112,7 +112,7 @@ def drive(tmp_path):
 
     def start(module: str, *arguments: str) -> Driver:
         output_dir = tmp_path / f"run{len(drivers)}"
-        where = ("--output-dir", str(output_dir)) if module == "algos.grpo" else (str(output_dir),)
+        where = ("--output-dir", str(output_dir)) if module.startswith("algos.") else (str(output_dir),)
         drivers.append(Driver(output_dir, module, *arguments, *where))
         return drivers[-1]
 
@@ -122,7 +122,7 @@ def drive(tmp_path):
 
 
 def prompts_by_step(run: Driver) -> list[list[tuple[int, str]]]:
-    """For each step the (ticket, prompt) of its rollouts, in order."""
+    """For each step the (ticket, prompt) of its groups, in order."""
     steps: list[list] = [[] for _ in run.read("metrics.jsonl")]
     for sample in run.read("samples.jsonl"):
         if sample["step"] < len(steps):
@@ -146,7 +146,7 @@ def test_a_synchronous_run_on_two_engines_and_two_ranks_is_on_policy_and_writes_
         assert row["grad_norm"] > 0
     assert [row["step"] for row in rows if "eval/reverse/mean" in row] == [0, 3]
     assert [row["step"] for row in rows if "eval_end/reverse/mean" in row] == [5]
-    assert len(run.read("samples.jsonl")) == 6 * 2
+    assert len(run.read("samples.jsonl")) == 6 * 4
     assert json.loads((run.output_dir / "config.json").read_text())["flags"]["max_staleness"] == 0
     summary = json.loads((run.output_dir / "summary.json").read_text())
     assert summary["steps"] == 6 and summary["checkpoint"] == f"{run.output_dir}/checkpoints/step_6"
@@ -162,6 +162,34 @@ def test_a_synchronous_run_on_two_engines_and_two_ranks_is_on_policy_and_writes_
     assert any(not torch.equal(middle[name], end[name]) for name in start)
 
 
+@pytest.mark.parametrize(
+    "module, flags, warmup",
+    [
+        ("algos.flash_reinforce", ("--failure-tokens", "0.5"), 0),
+        ("algos.ppo", ("--critic-warmup-steps", "2"), 2),
+    ],
+)
+def test_the_other_algorithms_take_their_steps_on_two_ranks(drive, module, flags, warmup):
+    run = drive(
+        module, "--model", "tiny", "--env", "reverse", "--max-steps", "4", "--save-every", "2",
+        "--prompts-per-step", "32", "--num-trainers", "2", *flags,
+    )  # fmt: skip
+    assert run.wait_for_end() == 0, run.output()[-4000:]
+    rows = run.read("metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(4))
+    assert all("grad_norm" not in row for row in rows[:warmup])
+    assert all(row["grad_norm"] > 0 for row in rows[warmup:])
+    assert rows[0]["mismatch/abs_mean"] <= 1e-5
+    for row in rows:
+        own = row["gate/rejected_frac"] >= 0 if module.endswith("reinforce") else row["value/grad_norm"] > 0
+        assert own and row["reward/mean"] > 0
+    start, end = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (resolve_model("tiny"), run.output_dir / "checkpoints/step_4")
+    )
+    assert [name for name in start if not torch.equal(start[name], end[name])] == list(start)
+
+
 def test_an_asynchronous_run_in_ticket_order_overlaps_and_trains_the_same_again_until_ctrl_c(drive):
     run = drive("algos.grpo", "--model", "tiny", "--env", "reverse", "--max-steps", "8", *BY_TICKET)
     assert run.wait_for_end() == 0, run.output()[-4000:]
@@ -170,8 +198,7 @@ def test_an_asynchronous_run_in_ticket_order_overlaps_and_trains_the_same_again_
     assert all(row["staleness/max"] <= 2 for row in rows) and any(row["staleness/max"] for row in rows)
     assert all(row["rollout/overlap_frac"] > 0 for row in rows[2:])
     for step, prompts in enumerate(steps):
-        tickets = range(step * PROMPTS, (step + 1) * PROMPTS)
-        assert [ticket for ticket, _ in prompts] == [t for t in tickets for _ in range(GROUP)]
+        assert [ticket for ticket, _ in prompts] == list(range(step * PROMPTS, (step + 1) * PROMPTS))
 
     again = drive("algos.grpo", "--model", "tiny", "--env", "reverse", "--max-steps", "1000", *BY_TICKET)
     again.wait_for_rows(5)
@@ -214,7 +241,7 @@ def test_a_dead_process_is_named_though_the_error_of_its_peer_comes_first(tmp_pa
         run = cluster.Run(60)
         (engine,), (trainer,) = run.spawn("engine", Engine, [()]), run.spawn("trainer", Trainer, [()])
         run.get(run.ask([engine, trainer], "__ray_ready__"), "start")
-        run.task("engine", engine.die.remote())
+        run.tasks[engine.die.remote()] = "engine"
         with pytest.raises(cluster.RunError, match="^engine died"):
             run.get(trainer.send.remote(), "refit to version 1")
 

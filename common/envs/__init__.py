@@ -38,3 +38,11 @@ def load_env(spec: str, flags: EnvFlags | None = None) -> Callable[[], Env]:
     if not isinstance(getattr(module, argument, None), type):
         raise ValueError(f"--env {spec}: {name} has no class {argument}")
     return getattr(module, argument)
+
+
+def env_name(spec: str) -> str:
+    """The name of `--env` in metrics: reverse, the dataset, the stem of a JSONL file, or the class's name."""
+    name, _, argument = spec.partition(":")
+    if not argument:
+        return name
+    return argument if name.endswith(".py") else Path(argument.partition(",")[0]).stem
