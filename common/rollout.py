@@ -1,7 +1,6 @@
 """The vLLM engine and the one multi-turn token loop: ids in, ids + log-probs + versions out."""
 
 import asyncio
-import functools
 import os
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -287,7 +286,7 @@ async def rollout_group(
         first = [None] * group_size
         if room > 0:
             first = await engine.generate(prepared[2], group_size, temperature, room)
-        step = functools.partial(envs.grade, split, index)
+        step = envs.grader(split, index)
         await asyncio.gather(*(finish(rollouts[g], prepared, step, first[g]) for g in range(group_size)))
 
     async def several_turns(rollout: Rollout) -> None:

@@ -158,8 +158,11 @@ class InlineEnvs:
     async def reset(self, split: str, index: int):
         return self.call(self.server().reset, split, index)["prompt"]
 
-    async def grade(self, split: str, index: int, action: str) -> Step:
-        return Step(**self.call(self.server().grade, split, index, action))
+    def grader(self, split: str, index: int):
+        async def step(action: str) -> Step:
+            return Step(**self.call(self.server().grade, split, index, action))
+
+        return step
 
     @contextlib.asynccontextmanager
     async def episode(self, split: str, index: int):

@@ -456,7 +456,7 @@ def test_a_worker_is_replaced_after_its_leases_and_with_it_what_it_has_leaked(us
     monkeypatch.setattr(common.envs.pool, "LEASES", 3)
 
     async def body(pool):
-        steps = [await pool.grade("train", 0, "1") for _ in range(7)]
+        steps = [await pool.grader("train", 0)("1") for _ in range(7)]
         wait_until_gone([steps[0].info["pid"], steps[3].info["pid"]])
         return [(step.info["pid"], step.info["calls"]) for step in steps]
 
@@ -486,7 +486,7 @@ def test_slow_environments_do_not_hold_up_the_event_loop(user_file, tmp_path):
                 late.append(time.monotonic() - start - 0.01)
 
         ticking = asyncio.ensure_future(tick())
-        steps = await asyncio.gather(*(pool.grade("train", 0, "x") for _ in range(50)))
+        steps = await asyncio.gather(*(pool.grader("train", 0)("x") for _ in range(50)))
         calling = False
         await ticking
         return steps, late
@@ -514,10 +514,10 @@ def test_the_answer_of_a_cancelled_call_is_never_that_of_the_next(user_file, nam
 def test_calls_that_are_given_up_while_a_process_starts_leave_none_behind(user_file):
     async def body(pool):
         for _ in range(10):
-            calls = asyncio.gather(*(pool.grade("train", 0, "slow") for _ in range(2)))
+            calls = asyncio.gather(*(pool.grader("train", 0)("slow") for _ in range(2)))
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(calls, 0.003)
-        steps = await asyncio.gather(*(pool.grade("train", 0, str(n)) for n in (3, 4)))
+        steps = await asyncio.gather(*(pool.grader("train", 0)(str(n)) for n in (3, 4)))
         assert [step.reward for step in steps] == [3.0, 4.0]
         deadline = time.monotonic() + 10
         while len(left := below(pool.zygote.pid)) > 2:
@@ -525,6 +525,30 @@ def test_calls_that_are_given_up_while_a_process_starts_leave_none_behind(user_f
             await asyncio.sleep(0.02)
 
     with_pool(user_file, "Single", body, env_workers=2)
+
+
+def test_a_quick_environment_is_graded_together_and_failures_still_stay_apart(single, monkeypatch):
+    asked = []
+    grade = EnvPool.grade
+
+    def counted(self, split, index, actions):
+        asked.append(len(actions))
+        return grade(self, split, index, actions)
+
+    monkeypatch.setattr(EnvPool, "grade", counted)
+    single.pool.quick_calls = 0
+    monkeypatch.setattr(common.envs.pool, "QUICK_CALLS", 2)
+    monkeypatch.setattr(common.envs.pool, "QUICK_S", 5.0)
+    group = single.play("1", "2", "3", "4", timeout_s=60.0)
+    assert [rollout.reward for rollout in group] == [1.0, 2.0, 3.0, 4.0] and asked == [1, 1, 1, 1]
+    asked.clear()
+    group = single.play("1", "2", "segfault", "4", timeout_s=60.0)
+    assert [rollout.invalid for rollout in group] == [None, None, "env_died", None]
+    assert [rollout.reward for rollout in group if not rollout.invalid] == [1.0, 2.0, 4.0]
+    assert asked == [4, 1], "all together, and after the crash the last one alone"
+    asked.clear()
+    single.play("1", "2", timeout_s=60.0)
+    assert asked == [1, 1], "a failure ends the trust"
 
 
 def test_rollouts_that_were_over_before_the_deadline_of_their_group_are_kept(single):
@@ -544,7 +568,7 @@ def test_the_end_of_the_first_process_is_an_error_and_no_hang(user_file):
         wait_until_gone(workers)
         for _ in range(2):  # its worker is gone, and so is who could make another
             with pytest.raises((EnvError, OSError)):
-                await asyncio.wait_for(pool.grade("train", 0, "1"), 10)
+                await asyncio.wait_for(pool.grader("train", 0)("1"), 10)
 
     with_pool(user_file, "Single", body, env_workers=1)
 
@@ -572,7 +596,7 @@ def test_a_killed_owner_leaves_no_process(user_file):
         "async def main():\n"
         "    pool = EnvPool()\n"
         f"    await pool.start({f'{user_file}:Single'!r}, EnvFlags(env_timeout_s=1000), 1)\n"
-        "    calls = [asyncio.ensure_future(pool.grade('train', 0, 'hang')) for _ in range(3)]\n"
+        "    calls = [asyncio.ensure_future(pool.grader('train', 0)('hang')) for _ in range(3)]\n"
         "    while len(pool.free._queue) > 1:\n"
         "        await asyncio.sleep(0.01)\n"
         "    print('ready', flush=True)\n"
@@ -634,9 +658,7 @@ def test_prompts_may_be_chat_messages_and_a_system_prompt_goes_before_those_with
     assert prompt_seen(prompts, 1) == other
     assert prompt_seen(prompts, 1, system_prompt="be brief") == "<system>be brief\0" + other
     assert prompt_seen(single, 2) == "<user>task 2\0<assistant>"
-    assert prompt_seen(single, 2, system_prompt="be brief") == (
-        "<system>be brief\0<user>task 2\0<assistant>"
-    )
+    assert prompt_seen(single, 2, system_prompt="be brief") == ("<system>be brief\0<user>task 2\0<assistant>")
     assert prompt_seen(prompts, 2) == "<user>\u65e5\u672c \U0001f600 \u2028 \x00 {{ x }}\0<assistant>"
 
 

@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from common.env import Env, EnvFlags, Step
 from common.envs import load_env
 
 LINE_BYTES = 256 << 20  # longest message
+QUICK_S, QUICK_CALLS = 0.05, 32  # so many calls in a row within this time make an environment a quick one
 LEASES = 1_000  # a worker is replaced after so many, and with it whatever it has leaked
 
 
@@ -47,13 +49,20 @@ class Worker:
         self.leases, self.alive = 0, True
 
     async def call(self, method: str, **values) -> dict:
-        """The worker's answer. Raises EnvError: env_error (it raised), env_timeout, env_died.
+        self.send(method, [values])
+        return await self.receive(method)
+
+    def send(self, method: str, requests: list[dict]) -> None:
+        lines = [json.dumps({"method": method} | request) + "\n" for request in requests]
+        self.writer.write("".join(lines).encode())
+
+    async def receive(self, method: str) -> dict:
+        """The answer to the next request. Raises EnvError: env_error (it raised), env_timeout, env_died.
 
         After any error the process is gone: the answer of a cancelled call would pass for that of the next.
         """
         try:
             async with asyncio.timeout(self.timeout_s):
-                self.writer.write(json.dumps({"method": method} | values).encode() + b"\n")
                 line = await self.reader.readline()
             answer = json.loads(line) if line.endswith(b"\n") else None
         except TimeoutError:
@@ -94,7 +103,7 @@ class EnvPool:
             env=os.environ | {"PYTHONPATH": path},
         )  # fmt: skip
         theirs.close()
-        self.timeout_s = flags.env_timeout_s
+        self.timeout_s, self.quick_calls = flags.env_timeout_s, 0
         worker = await self._fork()
         about = await worker.call("about")
         self.num_tasks, self.max_turns = about["num_tasks"], about["max_turns"]
@@ -135,10 +144,51 @@ class EnvPool:
         async with self.worker() as worker:
             return (await worker.call("reset", split=split, index=index))["prompt"]
 
-    async def grade(self, split: str, index: int, action: str) -> Step:
-        """What the only action of an episode brought."""
+    async def grade(self, split: str, index: int, actions: list[str]) -> list[Step | EnvError]:
+        """What each action brought as the only one of an episode. One worker grades them one by one; if it
+        fails at one, the rest go to others."""
+        outcomes: list[Step | EnvError] = []
         async with self.worker() as worker:
-            return Step(**await worker.call("grade", split=split, index=index, action=action))
+            start = time.monotonic()
+            worker.send("grade", [{"split": split, "index": index, "action": a} for a in actions])
+            try:
+                for _ in actions:
+                    outcomes.append(Step(**await worker.receive("grade")))
+                quick = time.monotonic() - start <= QUICK_S * len(actions)
+            except EnvError as error:
+                outcomes.append(error)
+                quick = False
+            self.quick_calls = self.quick_calls + 1 if quick else 0
+        alone = [self.grade(split, index, [action]) for action in actions[len(outcomes) :]]
+        return outcomes + [outcome for (outcome,) in await asyncio.gather(*alone)]
+
+    def grader(self, split: str, index: int):
+        """A `step` for the episodes of a group. While the environment answers quickly and without errors, what
+        is asked for at the same time goes to a worker together: a message costs more than the grading."""
+        asked: list[tuple[str, asyncio.Future]] = []
+
+        async def together(action: str) -> Step | EnvError:
+            future = asyncio.get_running_loop().create_future()
+            asked.append((action, future))
+            if len(asked) == 1:
+                await asyncio.sleep(0)  # the others of the group ask in this round of the loop
+                batch = asked.copy()
+                asked.clear()
+                outcomes = await self.grade(split, index, [action for action, _ in batch])
+                for (_, waiting), outcome in zip(batch, outcomes, strict=True):
+                    waiting.set_result(outcome)
+            return await future
+
+        async def step(action: str) -> Step:
+            if self.quick_calls < QUICK_CALLS:
+                (outcome,) = await self.grade(split, index, [action])
+            else:
+                outcome = await together(action)
+            if isinstance(outcome, EnvError):
+                raise outcome
+            return outcome
+
+        return step
 
     @contextlib.asynccontextmanager
     async def episode(self, split: str, index: int):

@@ -21,7 +21,7 @@ import tyro
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 @dataclass
@@ -108,7 +108,9 @@ async def main(args: Args) -> None:
         print(f"{kind:5} tokens/s: {statistics.median(values):8.0f}   rounds: {[round(v) for v in values]}")
     ratios = [ours / theirs for ours, theirs in zip(rates["loop"], rates["raw"])]
     print(f"loop / raw: {statistics.median(ratios):.3f}   rounds: {[round(r, 3) for r in ratios]}")
+    envs.close()
     engine.llm.shutdown()
+    del engine  # before the interpreter's end, which vLLM's finalizer does not survive
 
 
 if __name__ == "__main__":

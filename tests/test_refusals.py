@@ -1,0 +1,390 @@
+"""What a mistake on the command line costs: one line that names flag, value and fix, and exit code 2.
+
+Through the real parser and `main`. Nothing may have started and no file may have been made.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+import tyro
+
+from algos import flash_reinforce, grpo, sft
+from common import checks
+from common.models import make_tiny, resolve_model
+
+ROOT = Path(__file__).parents[1]
+MAINS = {"grpo": grpo, "flash_reinforce": flash_reinforce, "sft": sft}
+DEADLINE_S = 300
+
+ENVS = """
+from common.env import Env, Step
+
+
+class Good(Env):
+    def tasks(self, split):
+        return [{"text": "short"}]
+
+    def reset(self, task):
+        return task["text"]
+
+    def step(self, action):
+        return Step(reward=1.0)
+
+
+class NoTasks(Good):
+    def tasks(self, split):
+        return [] if split == "eval" else super().tasks(split)
+
+
+class TasksRaise(Good):
+    def tasks(self, split):
+        raise FileNotFoundError("words.txt is not here")
+
+
+class ResetRaises(Good):
+    def reset(self, task):
+        return task["question"]
+
+
+class ResetGivesNothing(Good):
+    def reset(self, task):
+        pass
+
+
+class Fits(Good):
+    def tasks(self, split):
+        return [{"text": "x" * 100}]
+
+
+class TooLong(Good):
+    def tasks(self, split):
+        return [{"text": "x" * 600}]
+"""
+PICKY = (  # a chat template that knows two roles
+    "{% for message in messages %}{% if message['role'] not in ['user', 'assistant'] %}"
+    "{{ raise_exception('no role ' + message['role']) }}{% endif %}{{ message['content'] }}{% endfor %}"
+)
+PAIR = '{"prompt": "1", "answer": "2"}\n'
+FILES = {
+    "envs.py": ENVS,
+    "raises.py": "import math\n\nraise RuntimeError('licence server is down')\n",
+    "syntax.py": "def f(:\n",
+    "good.jsonl": PAIR * 2,
+    "line2.jsonl": PAIR + "{not json\n",
+    "keys.jsonl": '{"question": "1", "answer": "2"}\n',
+    "split.jsonl": '{"prompt": "1", "answer": "2", "split": "train"}\n',
+    "empty.jsonl": "\n",
+    "roles.jsonl": '{"prompt": [{"role": "usre", "content": "1"}], "answer": "2"}\n',
+    "chats.jsonl": '{"prompt": "1", "response": "2"}\n' * 4,
+    "chats3.jsonl": '{"prompt": "1", "response": "2"}\n' * 2 + '{"prompt": "1"}\n',
+    "file": "",
+    "held/metrics.jsonl": "",
+    "ended/metrics.jsonl": "",
+    "ended/checkpoints/step_5/progress.json": '{"step": 5, "queue": null}',
+    "ended/checkpoints/step_5/trainer/state": "",
+    "recorded/step_000000.jsonl": "",
+    "nothing/notes.txt": "",
+    "picky/config.json": "{}",
+}
+
+# algorithm, flags, what the message begins with (the flag and its value), what it tells to do
+REFUSED = [
+    # numbers that cannot be
+    ("grpo", "--group-size 0", "--group-size 0: ", "--group-size 2 or more, or algos/flash_reinforce.py"),
+    ("grpo", "--group-size 1", "--group-size 1: ", "--group-size 2 or more, or algos/flash_reinforce.py"),
+    ("grpo", "--group-size -3", "--group-size -3: ", "--group-size 2 or more, or algos/flash_reinforce.py"),
+    ("flash_reinforce", "--group-size 8", "--group-size 8: ", "algos/grpo.py trains groups"),
+    ("grpo", "--max-steps 0", "--max-steps 0: ", "must be at least 1"),
+    ("sft", "--max-steps 0", "--max-steps 0: ", "must be at least 1"),
+    ("grpo", "--eval-every 0", "--eval-every 0: ", "must be at least 1"),
+    ("grpo", "--prompts-per-step 0", "--prompts-per-step 0: ", "must be at least 1"),
+    ("grpo", "--max-new-tokens 0", "--max-new-tokens 0: ", "must be at least 1"),
+    ("grpo", "--epochs 0", "--epochs 0: ", "must be at least 1"),
+    ("grpo", "--minibatches 0", "--minibatches 0: ", "must be at least 1"),
+    ("grpo", "--num-engines 0", "--num-engines 0: ", "must be at least 1"),
+    ("grpo", "--num-trainers 0", "--num-trainers 0: ", "must be at least 1"),
+    ("flash_reinforce", "--num-trainers 0", "--num-trainers 0: ", "must be at least 1"),
+    ("sft", "--num-trainers 0", "--num-trainers 0: ", "must be at least 1"),
+    ("grpo", "--max-in-flight 0", "--max-in-flight 0: ", "must be at least 1"),
+    ("grpo", "--micro-batch-tokens 0", "--micro-batch-tokens 0: ", "must be at least 1"),
+    ("grpo", "--env-workers 0", "--env-workers 0: ", "must be at least 1"),
+    ("grpo", "--eval-size 0", "--eval-size 0: ", "must be at least 1"),
+    ("sft", "--batch-size 0", "--batch-size 0: ", "must be at least 1"),
+    ("grpo", "--max-staleness -1", "--max-staleness -1: ", "must be at least 0"),
+    ("grpo", "--save-every -1", "--save-every -1: ", "must be at least 0"),
+    ("grpo", "--samples-per-step -1", "--samples-per-step -1: ", "must be at least 0"),
+    ("grpo", "--profile-steps -1", "--profile-steps -1: ", "must be at least 0"),
+    ("grpo", "--eval-samples -1", "--eval-samples -1: ", "must be at least 0"),
+    ("grpo", "--lr -0.001", "--lr -0.001: ", "must be at least 0"),
+    ("sft", "--lr nan", "--lr nan: ", "must be at least 0"),
+    ("grpo", "--kl-coef -0.5", "--kl-coef -0.5: ", "must be at least 0"),
+    ("grpo", "--weight-decay -0.5", "--weight-decay -0.5: ", "must be at least 0"),
+    ("grpo", "--temperature 0", "--temperature 0.0: ", "must be above 0"),
+    ("grpo", "--temperature -1", "--temperature -1.0: ", "must be above 0"),
+    ("flash_reinforce", "--temperature nan", "--temperature nan: ", "must be above 0"),
+    ("grpo", "--temperature inf", "--temperature inf: ", "must be below inf"),
+    ("grpo", "--max-grad-norm 0", "--max-grad-norm 0.0: ", "must be above 0"),
+    ("grpo", "--clip-low 0", "--clip-low 0.0: ", "must be above 0"),
+    ("grpo", "--clip-low 1.5", "--clip-low 1.5: ", "must be at most 1"),
+    ("grpo", "--correction-cap 0.9", "--correction-cap 0.9: ", "must be at least 1"),
+    ("grpo", "--gpu-memory-utilization 0", "--gpu-memory-utilization 0.0: ", "must be above 0"),
+    ("grpo", "--gpu-memory-utilization 1.5", "--gpu-memory-utilization 1.5: ", "must be at most 1"),
+    ("grpo", "--kv-cache-gb 0", "--kv-cache-gb 0.0: ", "must be above 0"),
+    ("grpo", "--env-timeout-s 0", "--env-timeout-s 0.0: ", "must be above 0"),
+    ("grpo", "--start-timeout-s 0", "--start-timeout-s 0.0: ", "must be above 0"),
+    ("grpo", "--rollout-timeout-s -5", "--rollout-timeout-s -5.0: ", "must be above 0"),
+    ("grpo", "--step-timeout-s nan", "--step-timeout-s nan: ", "must be above 0"),
+    ("sft", "--refit-timeout-s 0", "--refit-timeout-s 0.0: ", "must be above 0"),
+    # numbers that do not fit together
+    ("grpo", "--minibatches 3", "--minibatches 3 ", "use --minibatches 2 or 4"),
+    ("grpo", "--prompts-per-step 2 --group-size 2 --num-trainers 5", "--num-trainers 5: ", "1 to 4"),
+    ("flash_reinforce", "--prompts-per-step 4 --num-trainers 5", "--num-trainers 5: ", "1 to 4"),
+    ("grpo", "--num-engines 2", "--num-engines 2 and --num-trainers 1 need 3 GPUs, there are 2; ", "lower"),
+    ("grpo", "--max-new-tokens 512", "--max-new-tokens 512 ", "lower --max-new-tokens to 511 or raise"),
+    # the 600 (100) characters of the prompt are a token each, and the chat template adds 8
+    ("grpo", "--env envs.py:TooLong", "--max-new-tokens 16 + 608 prompt", "raise --max-model-len to 624"),
+    (
+        "grpo", "--env envs.py:Fits --max-model-len 120", "--max-new-tokens 16 + 108 prompt tokens = 124",
+        "lower --max-new-tokens to 12 or raise --max-model-len to 124",
+    ),
+    ("grpo", "--eval-env envs.py:TooLong", "--max-new-tokens 16 + 608 ", "raise --max-model-len to 624"),
+    # the model
+    ("grpo", "--model tini", "--model tini: ", "use tiny, smollm2, a directory that exists, or a Hub id"),
+    ("sft", "--model tini", "--model tini: ", "use tiny, smollm2, a directory that exists, or a Hub id"),
+    ("grpo", "--model=", "--model : ", "use tiny, smollm2, a directory that exists, or a Hub id"),
+    ("grpo", "--model ./models/mine", "--model ./models/mine: ", "a directory that exists"),
+    ("grpo", "--model nobody/nothing-1b", "--model nobody/nothing-1b: ", "Check your internet connection"),
+    ("sft", "--model nobody/nothing-1b", "--model nobody/nothing-1b: ", "Check your internet connection"),
+    ("grpo", "--model nothing", "--model nothing: has no config.json; ", "name the folder that has it"),
+    ("sft", "--model nothing", "--model nothing: has no config.json; ", "name the folder that has it"),
+    (
+        "grpo", "--model picky --system-prompt Hi --env envs.py:Good", "--model picky: its chat template ",
+        "refuses a prompt of --env envs.py:Good; change the prompts or the model: no role system",
+    ),
+    (
+        "flash_reinforce", "--model picky --env jsonl:roles.jsonl", "--model picky: its chat template ",
+        "refuses a prompt of --env jsonl:roles.jsonl; change the prompts or the model: no role usre",
+    ),
+    ("grpo", "--chat-template-args nojson", "--chat-template-args nojson: ", "JSON object like '{\"key"),
+    ("grpo", "--chat-template-args [1]", "--chat-template-args [1]: ", "JSON object like '{\"key"),
+    # the environment
+    ("grpo", "--env revers", "--env revers: ", "use reverse, gym:DATASET, jsonl:FILE or path/to/"),
+    ("grpo", "--eval-env revers", "--eval-env revers: ", "use reverse, gym:DATASET, jsonl:FILE or path/to"),
+    ("grpo", "--env envs.py", "--env envs.py: ", "path/to/file.py:Class"),
+    ("grpo", "--env none.py:Good", "--env none.py:Good: ", "there is no file none.py"),
+    ("grpo", "--env envs.py:Goood", "--env envs.py:Goood: ", "envs.py has no class Goood"),
+    ("grpo", "--env raises.py:Good", "--env raises.py:Good: ", "RuntimeError: licence server is down"),
+    ("grpo", "--env syntax.py:Good", "--env syntax.py:Good: ", "invalid syntax (syntax.py, line 1)"),
+    ("grpo", "--env envs.py:TasksRaise", "--env envs.py:TasksRaise: ", "words.txt is not here"),
+    ("grpo", "--env envs.py:ResetRaises", "--env envs.py:ResetRaises: ", "KeyError: 'question'"),
+    (
+        "grpo", "--eval-env envs.py:ResetGivesNothing", "--eval-env envs.py:ResetGivesNothing: ",
+        "reset() returned None, not a string or chat messages",
+    ),
+    (
+        "flash_reinforce", "--env envs.py:NoTasks", "--env envs.py:NoTasks: tasks('eval') is empty",
+        "give it at least one task",
+    ),
+    ("grpo", "--env jsonl:none.jsonl", "--env jsonl:none.jsonl: ", "give the path of a JSONL file"),
+    ("grpo", "--env jsonl:line2.jsonl", "--env jsonl:line2.jsonl: ", "line2.jsonl, line 2: not JSON"),
+    ("grpo", "--env jsonl:keys.jsonl", "--env jsonl:keys.jsonl: ", "['answer', 'question']; add it"),
+    ("grpo", "--env jsonl:keys.jsonl", "--env jsonl:keys.jsonl: ", "name one of these with --prompt-key"),
+    (
+        "grpo", "--env jsonl:good.jsonl --answer-key gold", "--env jsonl:good.jsonl: ",
+        "no key 'gold' among ['answer', 'prompt']; add it or rename one, or name one of these with --answer",
+    ),
+    ("grpo", "--env jsonl:split.jsonl", "--env jsonl:split.jsonl: ", "add some or drop the key"),
+    ("grpo", "--env jsonl:empty.jsonl", "--env jsonl:empty.jsonl: ", "write one JSON object a line"),
+    ("grpo", "--env gym:chain_summ", "--env gym:chain_summ: ", "use chain_sum, "),
+    ("grpo", "--env gym:chain_sum,min_term=2", "--env gym:chain_sum,min_term=2: ", "use min_terms, "),
+    # folders and packages
+    ("grpo", "--output-dir held", "--output-dir held: holds a run; ", "use another --output-dir, or --re"),
+    ("sft", "--output-dir held", "--output-dir held: holds a run; ", "use another --output-dir, or --re"),
+    ("grpo", "--output-dir file", "--output-dir file: is a file; ", "use another --output-dir"),
+    ("grpo", "--resume", "--output-dir out: holds no run; ", "leave out --resume, or name the run's"),
+    ("grpo", "--resume --output-dir held", "--resume: held ", "--save-every writes them; without --resume, "),
+    ("sft", "--resume --output-dir held", "--resume: held ", "--save-every writes them; without --resume, "),
+    (
+        "grpo", "--resume --output-dir ended --max-steps 5", "--max-steps 5: ended is at step 5; ",
+        "ask for more steps",
+    ),
+    ("grpo", "--init-from none", "--init-from none: there is no such path; ", "relative paths start in /"),
+    ("sft", "--init-from none", "--init-from none: there is no such path; ", "relative paths start in /"),
+    ("grpo", "--init-from ended", "--init-from ended: has no config.json; ", "name the folder that has it"),
+    ("grpo", "--replay-rollouts none", "--replay-rollouts none: there is no such path; ", "paths start in /"),
+    (
+        "grpo", "--replay-rollouts nothing", "--replay-rollouts nothing: has no step_000000.jsonl; ",
+        "name the folder that has it",
+    ),
+    (
+        "grpo", "--replay-rollouts recorded --num-trainers 2", "--replay-rollouts recorded: one process; ",
+        "leave out --num-trainers, --resume",
+    ),
+    (
+        "grpo", "--replay-rollouts recorded --resume --output-dir ended", "--replay-rollouts recorded: ",
+        "leave out --num-trainers, --resume",
+    ),
+    (
+        "grpo", "--eval-only --resume --output-dir ended", "--eval-only --resume: ",
+        "give the checkpoint's folder as --model",
+    ),
+    ("grpo", "--wandb-project p", "--wandb-project p: wandb is missing; ", "pip install wandb"),
+    ("sft", "--trackio-project p", "--trackio-project p: trackio is missing; ", "pip install trackio"),
+    # conversations
+    ("sft", "--data none.jsonl", "--data none.jsonl: there is no such file; ", "use reverse or the path of"),
+    ("sft", "--data line2.jsonl", "--data line2.jsonl:1: neither `messages` nor ", "add them or rename"),
+    ("sft", "--data chats3.jsonl", "--data chats3.jsonl:3: neither `messages` nor ", "add them or rename"),
+    ("sft", "--data chats.jsonl --max-length 1", "--max-length 1: ", "must be at least 2"),
+    (
+        "sft", "--data chats.jsonl --max-length 5", "--data chats.jsonl: 4 of 4 ",
+        "are longer than --max-length 5 and left out; give 2 conversations or more",
+    ),
+    ("sft", "--data empty.jsonl", "--data empty.jsonl: ", "give 2 conversations or more"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with FILES and the model `picky`."""
+    folder = tmp_path_factory.mktemp("workplace")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    shutil.copytree(resolve_model("tiny"), folder / "picky", dirs_exist_ok=True)
+    (folder / "picky" / "chat_template.jinja").write_text(PICKY)
+    return folder
+
+
+@pytest.fixture
+def command(workplace, monkeypatch, capsys):
+    """Runs a command line in `workplace` in this process. Returns (exit code, stdout, stderr)."""
+
+    def no_ray(*_, **__):
+        raise AssertionError("Ray was started")
+
+    def without_trackers(name, *rest):
+        return None if name in ("wandb", "trackio") else find_spec(name, *rest)
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", without_trackers)
+    monkeypatch.setattr(ray, "init", no_ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(workplace)
+
+    def run(algorithm: str, flags: str) -> tuple[int, str, str]:
+        argv = flags.split()
+        argv += [] if "--output-dir" in argv else ["--output-dir", "out"]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 if "--num-engines 2" in flags else 0)
+        before = files(workplace)
+        with pytest.raises(SystemExit) as stopped:
+            checks.run(MAINS[algorithm].main, tyro.cli(MAINS[algorithm].Args, args=argv))
+        assert files(workplace) == before
+        assert not ray.is_initialized()
+        return stopped.value.code, *capsys.readouterr()
+
+    return run
+
+
+def files(folder: Path) -> dict[Path, str | None]:
+    """Every file below a folder with its text, and the folders. Python's own cache does not count."""
+    paths = (path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+    return {path: path.read_text(errors="replace") if path.is_file() else None for path in paths}
+
+
+@pytest.mark.parametrize("algorithm, flags, begins, fix", REFUSED, ids=[f"{a} {f}" for a, f, _, _ in REFUSED])
+def test_it_is_refused_in_one_line_with_flag_value_and_fix_before_anything_starts(
+    command, algorithm, flags, begins, fix
+):
+    code, out, err = command(algorithm, flags)
+    assert code == 2 and out == ""
+    assert err.startswith(f"error: {begins}") and fix in err
+    assert err.endswith("\n") and err.count("\n") == 1
+
+
+def test_the_same_flags_with_good_values_pass(command, workplace, capsys):
+    """Else every row above could be refused for a reason of its surroundings."""
+    good = (
+        "--env envs.py:Good --eval-env jsonl:good.jsonl --group-size 2 --max-staleness 0 --temperature 0.5 "
+        "--minibatches 4 --max-new-tokens 12 --max-model-len 120 --chat-template-args {} --init-from picky "
+        "--output-dir out --num-trainers 1 --kl-coef 0 --correction-cap 1 --clip-low 1"
+    )
+    checks.run(grpo.main, tyro.cli(grpo.Args, args=[*good.split(), "--dry-run"]))
+    assert "a step: 16 prompts x 2 = 32 rollouts" in capsys.readouterr().out
+    assert not (workplace / "out").exists()
+
+
+# what the parser itself refuses: the flags, and what its message must have
+UNREADABLE = [
+    ("grpo", "--max-stepz 3", ["--max-stepz", "Perhaps you meant", "--max-steps INT"]),
+    ("grpo", "--max-staleness two", ["--max-staleness", "two", "--max-staleness INT"]),
+    ("grpo", "--order arival", ["--order", "arival", "'arrival'", "'ticket'"]),
+    ("grpo", "--env jsonl:good.jsonl --grader fuzzy", ["--grader", "fuzzy", "'exact'", "'math'"]),
+    ("grpo", "--lr", ["--lr", "Missing value"]),
+    ("grpo", "--top-p 0.9", ["--top-p", "--help"]),  # the policy is what the trainer computes: no truncation
+    ("sft", "--batchsize 3", ["--batchsize", "Perhaps you meant", "--batch-size INT"]),
+]
+
+
+@pytest.mark.parametrize("algorithm, flags, parts", UNREADABLE, ids=[flags for _, flags, _ in UNREADABLE])
+def test_what_cannot_be_read_ends_with_2_and_a_hint(command, algorithm, flags, parts):
+    code, out, err = command(algorithm, flags)
+    text = " ".join(err.split())
+    assert code == 2 and out == ""
+    assert [part for part in parts if part not in text] == []
+
+
+def program(folder: Path, *command: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "module, flags, line",
+    [
+        (
+            "algos.grpo",
+            "--group-size 1",
+            "error: --group-size 1: a group baseline needs at least 2 rollouts of each prompt; use "
+            "--group-size 2 or more, or algos/flash_reinforce.py, which needs no group",
+        ),
+        (
+            "algos.flash_reinforce",
+            "--env envs.py:NoTasks",
+            "error: --env envs.py:NoTasks: tasks('eval') is empty; give it at least one task",
+        ),
+        (
+            "algos.sft",
+            "--data chats3.jsonl",
+            "error: --data chats3.jsonl:3: neither `messages` nor `prompt` and `response` among ['prompt']; "
+            "add them or rename what is there",
+        ),
+    ],
+)
+def test_a_program_that_is_refused_says_so_alone(workplace, module, flags, line):
+    before = files(workplace)
+    done = program(workplace, module, *flags.split())
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line + "\n")
+    assert files(workplace) == before
+
+
+def test_weights_of_another_architecture_end_the_run_and_are_named(workplace, tmp_path):
+    other = make_tiny(tmp_path / "other", moe=True)
+    flags = ["--replay-rollouts", "recorded", "--init-from", other, "--output-dir", str(tmp_path / "run")]
+    done = program(workplace, "algos.grpo", *flags)
+    assert done.returncode == 1
+    assert f"run ended: ValueError: {other}: its parameters are not those" in done.stdout.replace("\n", " ")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["flags"]["save"]["init_from"] == other
