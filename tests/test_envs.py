@@ -328,7 +328,7 @@ def test_gym_gives_the_true_answer_a_full_reward_and_a_wrong_one_no_score(argume
         prompt = grader.reset(json.loads(json.dumps(task)))
         assert prompt.startswith(task["question"] + "\n") and "<answer></answer>" in prompt
         true = answer_by_hand(name, task["question"])
-        for action in (true, f" {true}\n", f"Let me see: 7?\n<answer>{true}</answer>"):
+        for action in (true, f" {true}\n", f"Let me see: 7?\n<answer>{true}</answer>", f"x = {true}"):
             step = grader.step(action)
             assert (step.reward, step.score, step.observation) == (1.0, 1.0, None), (task, action)
         for action in ("", "wrong", "-123456", f"<answer>no</answer> {true}", f"{true} or {true}"):

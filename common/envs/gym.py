@@ -164,8 +164,9 @@ class Gym(Env):
         return f"{task['question']}\n\n{HOW_TO_ANSWER}"
 
     def step(self, action: str) -> Step:
-        """The dataset's reward for the text in the last <answer> tags, else for the whole answer; the score
-        is 1 for a full reward, else 0. An answer that the scorer cannot read is wrong.
+        """The dataset's reward for the text in the last <answer> tags, else for the whole answer or for what
+        follows its last "=", whichever is better ("1 + 2 = 3"); the score is 1 for a full reward, else 0. An
+        answer that the scorer cannot read is wrong.
 
         Raises ValueError where the question comes out differently from how it was asked.
         """
@@ -178,12 +179,13 @@ class Gym(Env):
                 f"gym:{self.argument}: question {index} differs between two processes and cannot be graded; "
                 "set PYTHONHASHSEED=0 in the environment"
             )
-        answer = extract_answer(action)
-        answer = action.strip() if answer is None else answer
-        score = self.datasets[seed].score_answer
-        try:
-            reward, info = float(score(answer, entry)), {}
-        except Exception as error:  # some scorers raise on an answer that they cannot read
-            score(entry["answer"], entry)  # but one that raises on the true answer is broken
-            reward, info = 0.0, {"unreadable": repr(error)}
-        return Step(reward=reward, score=float(reward == 1.0), info=info)
+        tagged = extract_answer(action)
+        answers = {action.strip(), action.rpartition("=")[2].strip()} if tagged is None else {tagged}
+        score, rewards, info = self.datasets[seed].score_answer, [0.0], {}
+        for answer in answers:
+            try:
+                rewards.append(float(score(answer, entry)))
+            except Exception as error:  # some scorers raise on an answer that they cannot read
+                score(entry["answer"], entry)  # but one that raises on the true answer is broken
+                info = {"unreadable": repr(error)}
+        return Step(reward=max(rewards), score=float(max(rewards) == 1.0), info=info)

@@ -100,7 +100,7 @@ class EnvPool:
         self.zygote = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "common.envs.pool", str(theirs.fileno()), spec, json.dumps(asdict(flags)),
             pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": path},
+            env={"PYTHONHASHSEED": "0"} | os.environ | {"PYTHONPATH": path},  # sets in one order everywhere
         )  # fmt: skip
         theirs.close()
         self.timeout_s, self.quick_calls = flags.env_timeout_s, 0
