@@ -71,8 +71,9 @@ def save_model(model: torch.nn.Module, tokenizer, path: Path, rank: int) -> None
             state[name] = tensor.cpu().contiguous()
     if rank == 0:
         save_torch_state_dict(state, path)
-        for part in (model.config, model.generation_config, tokenizer):
-            part.save_pretrained(path)
+        for part in (model.config, getattr(model, "generation_config", None), tokenizer):
+            if part is not None:
+                part.save_pretrained(path)
 
 
 def trainer_state(parts: dict) -> dict:

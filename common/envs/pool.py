@@ -163,8 +163,9 @@ class EnvPool:
         return outcomes + [outcome for (outcome,) in await asyncio.gather(*alone)]
 
     def grader(self, split: str, index: int):
-        """A `step` for the episodes of a group. While the environment answers quickly and without errors, what
-        is asked for at the same time goes to a worker together: a message costs more than the grading."""
+        """A `step` for the episodes of a group. While the environment answers quickly and without errors,
+        what is asked for at the same time goes to a worker together: a message costs more than the grading.
+        """
         asked: list[tuple[str, asyncio.Future]] = []
 
         async def together(action: str) -> Step | EnvError:

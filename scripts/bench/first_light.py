@@ -2,7 +2,7 @@
 after the other.
 
     .venv/bin/python scripts/bench/first_light.py learn      3 seeds, and lr 0 as the control
-    .venv/bin/python scripts/bench/first_light.py overlap    --max-staleness 0 and 2 in turn, twice each
+    .venv/bin/python scripts/bench/first_light.py overlap    --max-staleness 0 and 2 in turn, twice
 
 Writes docs/first_light_<what>.json and a picture, and prints the table of the README.
 """
@@ -21,7 +21,10 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).parents[2]
 RUNS = {
     "learn": [["--seed", "1"], ["--seed", "2"], ["--seed", "3"], ["--seed", "1", "--lr", "0"]],
-    "overlap": [["--max-staleness", bound, "--max-steps", "60", "--eval-every", "60"] for bound in "0202"],
+    "overlap": [
+        ["--max-staleness", bound, "--max-in-flight", flying, "--max-steps", "60", "--eval-every", "60"]
+        for bound, flying in [("0", "16"), ("2", "16"), ("2", "32")] * 2
+    ],
 }
 
 
