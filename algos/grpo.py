@@ -577,6 +577,8 @@ def replay(args: Args, log: Logger) -> None:
 def main(args: Args) -> None:
     num_tasks = check_flags(args)
     args.lr = args.lr if args.lr is not None else (1e-3 if args.model == "tiny" else 1e-6)
+    if args.data.data_epochs:
+        args.max_steps = min(args.max_steps, -(-args.data.data_epochs * num_tasks // args.prompts_per_step))
     sizes = (args.prompts_per_step, args.group_size, args.minibatches, args.epochs, args.max_steps)
     plan = f"{batch_plan(*sizes, num_tasks)}\nlr: {args.lr:g}"
     if args.debug.dry_run:

@@ -35,6 +35,8 @@ class EnvFlags:
     """Most tasks that are held out for evaluation (at most a tenth of a JSONL file)."""
     shuffle: bool = True
     """Every epoch goes through the training tasks in an order of its own. --no-shuffle keeps the file's."""
+    data_epochs: Annotated[int, Ge(0)] = 0
+    """Passes over the training tasks after which the run ends, if before --max-steps. 0: --max-steps alone."""
     system_prompt: str | None = None
     """A system message before every prompt that has none."""
     chat_template_args: str = "{}"

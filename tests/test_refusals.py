@@ -321,6 +321,19 @@ def test_the_same_flags_with_good_values_pass(command, workplace, capsys):
     assert not (workplace / "out").exists()
 
 
+def test_the_plan_of_a_run_that_ends_with_the_data(command, workplace, capsys):
+    (workplace / "data.jsonl").write_text('{"prompt": "1", "answer": "2"}\n' * 40)  # 36 of them are trained
+    flags = (
+        "--print-plan --env jsonl:data.jsonl --prompts-per-step 8 --group-size 4 --minibatches 2 --epochs 3"
+    )
+    for passes, steps in ((0, 120), (1, 5), (2, 9), (40, 120)):
+        checks.run(grpo.main, tyro.cli(grpo.Args, args=[*flags.split(), "--data-epochs", str(passes)]))
+        plan = capsys.readouterr().out
+        assert "a step: 8 prompts x 4 = 32 rollouts" in plan
+        assert f"2 minibatches of 16 rollouts = 6 a step, {6 * steps} in {steps} steps" in plan
+        assert f"data: {8 * steps} prompts, {8 * steps / 36:.3g} passes over 36 training tasks" in plan
+
+
 # what the parser itself refuses: the flags, and what its message must have
 UNREADABLE = [
     ("grpo", "--max-stepz 3", ["--max-stepz", "Perhaps you meant", "--max-steps INT"]),

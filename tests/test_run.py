@@ -226,6 +226,19 @@ def test_a_killed_process_ends_the_run_at_once_and_its_last_line_names_it(drive,
     assert f"run ended: RunError: {name}" in run.output()
 
 
+def test_an_error_about_memory_says_which_flag_to_lower(tmp_path):
+    class Trainer:
+        def train_step(self):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    with cluster.session():
+        cluster.start(1, str(tmp_path))
+        run = cluster.Run(60)
+        (trainer,) = run.spawn("trainer", Trainer, [()])
+        with pytest.raises(cluster.RunError, match="step 3.*out of memory.*lower --micro-batch-tokens"):
+            run.get(trainer.train_step.remote(), "training step 3")
+
+
 def test_a_dead_process_is_named_though_the_error_of_its_peer_comes_first(tmp_path):
     class Engine:
         def die(self):

@@ -110,7 +110,7 @@ async def main(args: Args) -> None:
     print(f"loop / raw: {statistics.median(ratios):.3f}   rounds: {[round(r, 3) for r in ratios]}")
     envs.close()
     engine.llm.shutdown()
-    del engine  # before the interpreter's end, which vLLM's finalizer does not survive
+    engine.llm = None  # its finalizer does not survive the interpreter's end
 
 
 if __name__ == "__main__":
