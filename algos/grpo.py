@@ -69,7 +69,7 @@ from common.trackers import open_trackers
 class Args:
     # experiment
     model: str = "tiny"
-    """tiny, smollm2, a local Hugging Face folder, or a Hub id."""
+    """tiny, smollm2, a local Hugging Face folder, or a Hub id (fetched once)."""
     env: str = "reverse"
     """What is trained on: reverse, gym:DATASET, jsonl:FILE, or path/to/file.py:Class."""
     eval_env: str | None = None

@@ -66,7 +66,7 @@ NUM_DEMONSTRATIONS = 2000  # of --data reverse
 class Args:
     # experiment
     model: str = "tiny"
-    """tiny, smollm2, a local Hugging Face folder, or a Hub id."""
+    """tiny, smollm2, a local Hugging Face folder, or a Hub id (fetched once)."""
     data: str = "reverse"
     """Conversations to learn: a JSONL file, or reverse (demonstrations of the toy task). The last 5 % of a
     fixed shuffle (1 to 128 conversations) are held out."""

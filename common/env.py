@@ -36,7 +36,7 @@ class EnvFlags:
     shuffle: bool = True
     """Every epoch goes through the training tasks in an order of its own. --no-shuffle keeps the file's."""
     data_epochs: Annotated[int, Ge(0)] = 0
-    """Passes over the training tasks after which the run ends, if before --max-steps. 0: --max-steps alone."""
+    """Passes over the training tasks that end the run before --max-steps does. 0: --max-steps alone."""
     system_prompt: str | None = None
     """A system message before every prompt that has none."""
     chat_template_args: str = "{}"

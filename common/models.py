@@ -30,9 +30,10 @@ WARM_SEED, WARM_SCORE, WARM_LR, WARM_BATCH = 2, 0.3, 2e-3, 64
 
 
 def resolve_model(name: str) -> str:
-    """`--model` as a local directory or a Hub id; `tiny` and `smollm2` are built on first use, then cached.
+    """`--model` as a local directory. `tiny` and `smollm2` are built on first use, a Hub id is fetched.
 
-    Raises ValueError with what is wrong and what would be right.
+    Here, in the driver: the other processes of a run never turn to the network. Raises ValueError with what
+    is wrong and what would be right.
     """
     if name == "tiny":
         from algos.sft import encode_conversation, sft_loss
@@ -45,7 +46,15 @@ def resolve_model(name: str) -> str:
     if name and Path(name).is_dir():  # an empty name would be the current directory
         return name
     if not Path(name).exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        return name
+        from huggingface_hub import snapshot_download
+
+        try:
+            return snapshot_download(name)
+        except Exception as error:  # of many kinds: no network, no such model, no permission
+            raise ValueError(
+                f"--model {name}: not in the local cache, and fetching it failed ({type(error).__name__}); "
+                "give the folder of a downloaded model"
+            ) from error
     raise ValueError(
         f"--model {name}: use tiny, smollm2, a directory that exists, or a Hub id like Qwen/Qwen3-0.6B"
     )

@@ -137,9 +137,15 @@ def test_the_first_of_two_builds_wins_and_a_failed_one_leaves_nothing(tmp_path, 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_directory_and_a_hub_id_come_back_as_they_are(tmp_path):
+def test_a_directory_comes_back_as_it_is_and_a_hub_id_as_the_folder_it_was_fetched_to(tmp_path, monkeypatch):
     assert models.resolve_model(str(tmp_path)) == str(tmp_path)
-    assert models.resolve_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name: f"{tmp_path}/{name}")
+    assert models.resolve_model("Qwen/Qwen3-0.6B") == f"{tmp_path}/Qwen/Qwen3-0.6B"
+
+
+def test_a_hub_id_that_cannot_be_fetched_is_refused():
+    with pytest.raises(ValueError, match="--model nobody/nothing: not in the local cache, .*give the folder"):
+        models.resolve_model("nobody/nothing")  # the tests are offline
 
 
 @pytest.mark.parametrize(

@@ -161,8 +161,8 @@ REFUSED = [
     ("sft", "--model tini", "--model tini: ", "use tiny, smollm2, a directory that exists, or a Hub id"),
     ("grpo", "--model=", "--model : ", "use tiny, smollm2, a directory that exists, or a Hub id"),
     ("grpo", "--model ./models/mine", "--model ./models/mine: ", "a directory that exists"),
-    ("grpo", "--model nobody/nothing-1b", "--model nobody/nothing-1b: ", "Check your internet connection"),
-    ("sft", "--model nobody/nothing-1b", "--model nobody/nothing-1b: ", "Check your internet connection"),
+    ("grpo", "--model nobody/nothing-1b", "--model nobody/nothing-1b: ", "give the folder of a downloaded model"),
+    ("sft", "--model nobody/nothing-1b", "--model nobody/nothing-1b: ", "give the folder of a downloaded model"),
     ("grpo", "--model nothing", "--model nothing: has no config.json; ", "name the folder that has it"),
     ("sft", "--model nothing", "--model nothing: has no config.json; ", "name the folder that has it"),
     (
