@@ -68,8 +68,10 @@ def save_model(model: torch.nn.Module, tokenizer, path: Path, rank: int) -> None
     state = {}
     for name, tensor in checkpoint_tensors(model.named_parameters()):
         if rank == 0:
-            state[name] = tensor.cpu().contiguous()
+            # experts are views of one tensor, and the file format wants storages of their own
+            state[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
     if rank == 0:
+        path.mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, path)
         for part in (model.config, getattr(model, "generation_config", None), tokenizer):
             if part is not None:
@@ -89,7 +91,6 @@ def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progres
     final, partial = Path(path), Path(f"{path}.partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
     dist.barrier()
     save_model(model, tokenizer, partial, rank)
     if parts:

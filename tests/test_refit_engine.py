@@ -126,7 +126,7 @@ def test_wrong_bits_on_the_wire_are_an_error_and_the_engine_is_never_resumed(fau
         if fault is send_the_first_bucket_again:
             await link.refit(1)  # the weights did not move yet: nothing is wrong with the first bucket
         link.perturb(seed=1)
-        with pytest.raises(Exception, match="checksum of .*other bits than the trainer sent"):
+        with pytest.raises(Exception, match="checksum of .*other bits than were sent"):
             await link.refit(2)
         assert await link.engine.llm.is_paused()
         monkeypatch.setattr(common.refit, "broadcast", send)
