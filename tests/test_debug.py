@@ -46,7 +46,7 @@ ROLLOUTS = st.lists(
     st.builds(
         Rollout,
         rollout_id=TEXT, group_id=TEXT, ticket=st.integers(-1, 2**40), prompt_id=TEXT,
-        segments=st.lists(segments(), max_size=3), rewards=st.lists(NUMBERS, max_size=3),
+        segments=st.lists(segments(), max_size=3), rewards=st.lists(NUMBERS.filter(lambda reward: abs(reward) < 1e300), max_size=3),
         info=st.dictionaries(TEXT, st.one_of(NUMBERS, TEXT, st.integers(), st.none(), st.lists(TEXT))),
         invalid=st.none() | TEXT,
     ),

@@ -354,7 +354,7 @@ def transfers(model, dtype, between, num_engines: int = 2):
     threads = [threading.Thread(target=engine, args=(index,)) for index in range(num_engines)]
     for thread in threads:
         thread.start()
-    sender = WeightSender(model, 0, dtype, 20)
+    sender = WeightSender(model, 0, str(dtype).removeprefix("torch."), 20)
     sender.join(store, world)
     reports = [sender.send(0)]
     for version, change in enumerate(between, 1):
@@ -424,7 +424,7 @@ class WorkingGroup:
 
 def test_a_transfer_that_breaks_raises_and_is_not_remembered_as_sent():
     model = ToyTrainer()
-    sender = WeightSender(model, 0, torch.float32, 1)
+    sender = WeightSender(model, 0, "float32", 1)
     sender.group = WorkingGroup()
     sender.send(0)
     next(iter(model.parameters())).data += 1
@@ -436,7 +436,7 @@ def test_a_transfer_that_breaks_raises_and_is_not_remembered_as_sent():
 
 
 def test_other_ranks_than_the_first_send_nothing():
-    sender = WeightSender(ToyTrainer(), 1, torch.float32, 1)
+    sender = WeightSender(ToyTrainer(), 1, "float32", 1)
     assert sender.send(0) == {}
 
 

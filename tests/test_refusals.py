@@ -173,8 +173,8 @@ REFUSED = [
         "flash_reinforce", "--model picky --env jsonl:roles.jsonl", "--model picky: its chat template ",
         "refuses a prompt of --env jsonl:roles.jsonl; change the prompts or the model: no role usre",
     ),
-    ("grpo", "--chat-template-args nojson", "--chat-template-args nojson: ", "JSON object like '{\"key"),
-    ("grpo", "--chat-template-args [1]", "--chat-template-args [1]: ", "JSON object like '{\"key"),
+    ("grpo", "--chat-template-args nojson", "--chat-template-args nojson: ", "not a JSON object; write one like '{\"key"),
+    ("grpo", "--chat-template-args [1]", "--chat-template-args [1]: ", "not a JSON object; write one like '{\"key"),
     # the environment
     ("grpo", "--env revers", "--env revers: ", "use reverse, gym:DATASET, jsonl:FILE or path/to/"),
     ("grpo", "--eval-env revers", "--eval-env revers: ", "use reverse, gym:DATASET, jsonl:FILE or path/to"),

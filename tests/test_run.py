@@ -40,6 +40,8 @@ class Driver:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *command], cwd=ROOT, env=environment, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                # a shell's background job ignores Ctrl-C, and so would what it starts
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             )  # fmt: skip
         self.seen: set[psutil.Process] = set()
 

@@ -66,7 +66,7 @@ def test_a_run_on_two_ranks_learns_from_both_formats_and_writes_all_its_files(tm
     assert rows[-1]["loss/eval_end"] < 0.8 * rows[0]["loss/eval"]
 
     samples = [json.loads(line) for line in (output_dir / "samples.jsonl").read_text().splitlines()]
-    assert [sample["step"] for sample in samples] == [step for step in range(8) for _ in range(2)]
+    assert [sample["step"] for sample in samples] == [step for step in range(8) for _ in range(4)]
     for sample in samples:
         answers = sample["learned"].split("<|im_end|>")
         assert answers.pop() == "" and all(answer.startswith("same ") for answer in answers)
