@@ -251,8 +251,7 @@ class RolloutWorker:
     """One vLLM engine and the episodes that run on it; an asyncio Ray actor."""
 
     async def start(self, index: int, args: Args, model_path: str, dtype: str, on_gpu: bool, *store) -> None:
-        self.args, self.index, self.busy = args, index, BusyClock()
-        self.epoch, self.order = -1, None
+        self.args, self.index, self.busy, self.epoch = args, index, BusyClock(), None
         self.tokenizer = load_tokenizer(model_path)
         self.envs = self.eval_envs = EnvPool()
         await self.envs.start(args.env, args.data, args.engine.max_in_flight * args.group_size)
@@ -267,9 +266,8 @@ class RolloutWorker:
         }
         self.engine = Engine(model_path, dtype, args.seed + index, args.engine, on_gpu)
         await self.engine.start([self.tokenizer.eos_token_id])
-        await self.engine.connect(
-            *store, 1 + index, 1 + args.engine.num_engines, args.deadline.start_timeout_s
-        )
+        world_size, timeout_s = 1 + args.engine.num_engines, args.deadline.start_timeout_s
+        await self.engine.connect(*store, 1 + index, world_size, timeout_s)
 
     async def produce(self, queue) -> None:
         """Keeps `max_in_flight` groups going for as long as the queue gives tickets."""
@@ -604,10 +602,8 @@ def replay(args: Args, log: Logger) -> None:
         row |= training_metrics([trainer.train_step(share, row["lr"], None)])
         clock.lap("time/step")
         log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
-    trainer.save(
-        path := f"{args.log.output_dir}/checkpoints/step_{args.max_steps}",
-        {"step": args.max_steps, "queue": None},
-    )
+    path = f"{args.log.output_dir}/checkpoints/step_{args.max_steps}"
+    trainer.save(path, {"step": args.max_steps, "queue": None})
     log.summary({"checkpoint": path})
 
 
@@ -650,9 +646,7 @@ def main(args: Args) -> None:
             lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
             rows, advantages = make_rows(rollouts, args)
             shown = rollouts[:: args.group_size][: args.log.samples_per_step]  # one of each group
-            samples = [
-                transcript(rollout, tokenizer, advantages.get(rollout.rollout_id)) for rollout in shown
-            ]
+            samples = [transcript(r, tokenizer, advantages.get(r.rollout_id)) for r in shown]
             if step == progress["step"]:
                 log.preview(samples)
 

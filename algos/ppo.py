@@ -51,7 +51,7 @@ from common import checks, cluster
 from common.batching import micro_batches, segment_row, to_device
 from common.checkpoint import SaveFlags, load_checkpoint, load_weights, save_checkpoint, starting_point
 from common.cluster import DeadlineFlags, Run, RunError
-from common.critic import build_critic, discounted_sums, values
+from common.critic import build_critic, values
 from common.debug import DebugFlags, batch_plan, dump_rollouts, read_rollouts, traced
 from common.env import EnvFlags
 from common.envs.pool import EnvPool
@@ -179,6 +179,26 @@ def turn_rewards(rollout: Rollout) -> np.ndarray:
     return rewards_L
 
 
+BLOCK = 32  # terms that `discounted_sums` adds up at a time
+
+
+def discounted_sums(terms_RA: torch.Tensor, decay: float) -> torch.Tensor:
+    """sum_{j >= i} decay^(j - i) terms_j at each i, without a loop over them: R rows of A terms, in N blocks
+    of K.
+
+    The sums at the starts of blocks of K are a problem of the same kind, K times shorter and with decay^K.
+    Each is carried into the last term of the block before; one matrix product then sums within all blocks.
+    """
+    length = terms_RA.shape[1]
+    terms_RNK = torch.nn.functional.pad(terms_RA, (0, BLOCK - length % BLOCK)).unflatten(1, (-1, BLOCK))
+    steps_K = torch.arange(BLOCK, dtype=terms_RA.dtype)
+    powers_KK = (decay ** (steps_K[:, None] - steps_K).clamp(min=0)).tril()  # from i (column) to j (row)
+    if length > BLOCK:
+        starts_RN = (terms_RNK @ powers_KK[:, 0])[:, 1:]
+        terms_RNK[:, :-1, -1] += decay * discounted_sums(starts_RN, decay**BLOCK)
+    return (terms_RNK @ powers_KK).flatten(1)[:, :length]
+
+
 def gae(rewards_RL, values_RL, mask_RL, last_values_R, gamma: float, lam: float):
     """(advantages, returns), both [R, L]: GAE over the masked slots, which are the actions; 0 elsewhere.
 
@@ -294,8 +314,7 @@ class RolloutWorker:
     """One vLLM engine and the episodes that run on it; an asyncio Ray actor."""
 
     async def start(self, index: int, args: Args, model_path: str, dtype: str, on_gpu: bool, *store) -> None:
-        self.args, self.index, self.busy = args, index, BusyClock()
-        self.epoch, self.order = -1, None
+        self.args, self.index, self.busy, self.epoch = args, index, BusyClock(), None
         self.tokenizer = load_tokenizer(model_path)
         self.envs = self.eval_envs = EnvPool()
         await self.envs.start(args.env, args.data, args.engine.max_in_flight * args.group_size)
@@ -310,9 +329,8 @@ class RolloutWorker:
         }
         self.engine = Engine(model_path, dtype, args.seed + index, args.engine, on_gpu)
         await self.engine.start([self.tokenizer.eos_token_id])
-        await self.engine.connect(
-            *store, 1 + index, 1 + args.engine.num_engines, args.deadline.start_timeout_s
-        )
+        world_size, timeout_s = 1 + args.engine.num_engines, args.deadline.start_timeout_s
+        await self.engine.connect(*store, 1 + index, world_size, timeout_s)
 
     async def produce(self, queue) -> None:
         """Keeps `max_in_flight` groups going for as long as the queue gives tickets."""
@@ -692,10 +710,8 @@ def replay(args: Args, log: Logger) -> None:
         row |= training_metrics([trainer.train_step(share, row["lr"], None)])
         clock.lap("time/step")
         log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
-    trainer.save(
-        path := f"{args.log.output_dir}/checkpoints/step_{args.max_steps}",
-        {"step": args.max_steps, "queue": None},
-    )
+    path = f"{args.log.output_dir}/checkpoints/step_{args.max_steps}"
+    trainer.save(path, {"step": args.max_steps, "queue": None})
     log.summary({"checkpoint": path})
 
 
@@ -738,9 +754,7 @@ def main(args: Args) -> None:
             lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
             rows, advantages = make_rows(rollouts, args)
             shown = rollouts[:: args.group_size][: args.log.samples_per_step]  # one of each group
-            samples = [
-                transcript(rollout, tokenizer, advantages.get(rollout.rollout_id)) for rollout in shown
-            ]
+            samples = [transcript(r, tokenizer, advantages.get(r.rollout_id)) for r in shown]
             if step == progress["step"]:
                 log.preview(samples)
 

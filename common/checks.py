@@ -90,7 +90,8 @@ def check_env(flag: str, spec: str, flags: EnvFlags) -> tuple[int, list]:
         empty = [split for split in tasks if not len(tasks[split])]
         some = [tasks[split][index] for split in tasks for index in range(min(64, len(tasks[split])))]
         prompts = [load_env(spec, flags)().reset(task) for task in some]
-        _ = [as_messages(prompt, None) for prompt in prompts]
+        for prompt in prompts:
+            as_messages(prompt, None)  # raises where it is none
     except Exception as error:  # the user's file may raise anything
         message = str(error).removeprefix(f"--env {spec}: ")
         raise FlagError(f"{flag} {spec}: {type(error).__name__}: {message}") from error

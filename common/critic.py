@@ -1,15 +1,9 @@
-"""The critic: the policy's backbone under a head of one number, on the same ranks as the policy.
-
-And the sum that GAE takes of what the critic did not foresee.
-"""
+"""The critic: the policy's backbone under a head of one number, on the same ranks as the policy."""
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from common.parallel import build_model
-
-BLOCK = 32  # terms that `discounted_sums` adds up at a time
 
 
 class ValueHead(torch.nn.Linear):
@@ -53,20 +47,3 @@ def values(model: torch.nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
     last column is the state that a cut rollout was left in.
     """
     return model(input_ids=ids_BT, use_cache=False).logits.squeeze(-1)
-
-
-def discounted_sums(terms_RA: torch.Tensor, decay: float) -> torch.Tensor:
-    """sum_{j >= i} decay^(j - i) terms_j at each i, without a loop over them: R rows of A terms, in N blocks
-    of K.
-
-    The sums at the starts of blocks of K are a problem of the same kind, K times shorter and with decay^K.
-    Each is carried into the last term of the block before; one matrix product then sums within all blocks.
-    """
-    length = terms_RA.shape[1]
-    terms_RNK = F.pad(terms_RA, (0, BLOCK - length % BLOCK)).unflatten(1, (-1, BLOCK))
-    steps_K = torch.arange(BLOCK, dtype=terms_RA.dtype)
-    powers_KK = (decay ** (steps_K[:, None] - steps_K).clamp(min=0)).tril()  # from i (column) to j (row)
-    if length > BLOCK:
-        starts_RN = (terms_RNK @ powers_KK[:, 0])[:, 1:]
-        terms_RNK[:, :-1, -1] += decay * discounted_sums(starts_RN, decay**BLOCK)
-    return (terms_RNK @ powers_KK).flatten(1)[:, :length]

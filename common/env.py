@@ -16,6 +16,7 @@ reward.
 their main thread: one that raises, hangs or crashes costs its own rollout and no other.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -60,7 +61,7 @@ class Step:
     )  # floats are averaged into metrics, strings stay in the transcript
 
 
-class Env:
+class Env(ABC):
     """Subclass and give the three methods. An episode has at most `max_turns` actions.
 
     What goes in and out must be plain values (JSON). With `max_turns` 1, `reset` must depend on the task
@@ -69,14 +70,14 @@ class Env:
 
     max_turns = 1
 
+    @abstractmethod
     def tasks(self, split: str) -> Sequence[dict]:
         """The tasks of `split` ("train" or "eval"); the two should be disjoint. Called once per process."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reset(self, task: dict) -> str | list[dict]:
         """The prompt of a new episode: a string (one user turn) or chat messages."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, action: str) -> Step:
         """The policy's answer as text, without the token that ended the turn."""
-        raise NotImplementedError

@@ -127,6 +127,9 @@ class ScriptedEnv(Env):
         self.prompt, self.steps, self.max_turns = prompt, list(steps), max(1, len(steps))
         self.actions: list[str] = []
 
+    def tasks(self, split):
+        return [{}]
+
     def reset(self, task):
         return self.prompt
 
@@ -152,7 +155,7 @@ class InlineEnvs:
     def call(self, method, *args) -> dict:
         try:
             return json.loads(json.dumps(method(*args), default=plain))
-        except Exception:
+        except Exception:  # whatever a scripted environment raises, as the worker process takes it
             raise EnvError("env_error", traceback.format_exc()) from None
 
     async def reset(self, split: str, index: int):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,6 +17,7 @@ from common.checks import FlagError
 from common.models import char_tokenizer, make_tiny
 from common.parallel import build_model, join_world
 from common.refit import connect_store, open_store
+from tests.ranks import on_two_ranks
 
 
 def whole(tensor) -> torch.Tensor:
@@ -318,19 +318,8 @@ def rank_process(rank: int, tiny: str, out: str, *ports) -> None:
 
 @pytest.fixture(scope="module")
 def results(tiny, tmp_path_factory) -> dict[str, dict]:
-    out, context = str(tmp_path_factory.mktemp("run")), torch.multiprocessing.get_context("spawn")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        shared = tiny, out, context.Queue(), context.Queue(), context.Queue()
-        processes = [context.Process(target=rank_process, args=(rank, *shared)) for rank in (0, 1)]
-        for process in processes:
-            process.start()
-    for process in processes:
-        process.join(240)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in processes] == [0, 0], "see the captured output of the ranks"
+    out = str(tmp_path_factory.mktemp("run"))
+    on_two_ranks(rank_process, tiny, out, num_ports=3)
     names = [name for name in os.listdir(out) if name != "checkpoints"]
     return {name: torch.load(f"{out}/{name}") for name in names} | {"path": out}
 

@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing
 from torch.distributed.tensor import DTensor
 
 from algos.grpo import Args, Trainer, make_minibatches
 from common.logger import mean_of, merge
 from common.models import make_tiny
 from common.refit import open_store
+from tests.ranks import on_two_ranks
 
 TOKENS = [10_000, 60, 1]  # of a micro-batch: all rows at once, a few, one
 NO_CLIP, CLIP = 1e9, 0.01
@@ -37,7 +37,7 @@ def step_rows() -> list[list[dict]]:
     return rollouts
 
 
-def rank_process(rank: int, alone, together, paths: dict[str, str], out: str) -> None:
+def rank_process(rank: int, paths: dict[str, str], out: str, alone, together) -> None:
     """A rank of two; before that, rank 0 trains alone. The queues carry the rendezvous port of each run."""
     for model, path in paths.items():
         if rank == 0:
@@ -88,19 +88,8 @@ def paths(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def all_results(paths, tmp_path_factory) -> dict:
     """model -> (ranks, rank) -> what `train` saved."""
-    out, context = str(tmp_path_factory.mktemp("out")), torch.multiprocessing.get_context("spawn")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        shared = context.Queue(), context.Queue(), paths, out
-        processes = [context.Process(target=rank_process, args=(rank, *shared)) for rank in (0, 1)]
-        for process in processes:
-            process.start()
-    for process in processes:
-        process.join(240)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in processes] == [0, 0], "see the captured output of the ranks"
+    out = str(tmp_path_factory.mktemp("out"))
+    on_two_ranks(rank_process, paths, out, num_ports=2)
 
     def load(model: str, size: int, rank: int) -> dict:
         return torch.load(f"{out}/{model}.{size}.{rank}", weights_only=False)

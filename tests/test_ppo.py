@@ -9,15 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from algos.ppo import (
+    BLOCK,
     Args,
     Trainer,
     check_flags,
+    discounted_sums,
     explained_variance,
     gae,
     make_minibatches,
@@ -28,12 +29,13 @@ from algos.ppo import (
     whiten,
 )
 from common.checks import FlagError
-from common.critic import BLOCK, build_critic, discounted_sums, put_value_head, values
+from common.critic import build_critic, put_value_head, values
 from common.logger import LogFlags, mean_of, merge
 from common.models import make_tiny
 from common.parallel import ParallelFlags, build_model, clip_gradients, join_world
 from common.refit import open_store
 from common.sample import RecordError, Rollout, Segment
+from tests.ranks import on_two_ranks
 
 F64, NAN = torch.float64, math.nan
 
@@ -636,7 +638,7 @@ def state_of(trainer: Trainer) -> dict[str, dict]:
     return {name: weights_of(model) | moments_of(model, optimizer) for name, (model, optimizer) in parts}
 
 
-def rank_process(rank: int, alone, together, path: str, out: str) -> None:
+def rank_process(rank: int, path: str, out: str, alone, together) -> None:
     """A rank of two; before that, rank 0 trains alone. The queues carry the rendezvous port of each run."""
     if rank == 0:
         take_steps(0, 1, alone, path, out)
@@ -696,19 +698,8 @@ def model(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def results(model, tmp_path_factory) -> dict:
     """(ranks, rank) -> what `take_steps` saved."""
-    out, context = str(tmp_path_factory.mktemp("out")), torch.multiprocessing.get_context("spawn")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        shared = context.Queue(), context.Queue(), model, out
-        processes = [context.Process(target=rank_process, args=(rank, *shared)) for rank in (0, 1)]
-        for process in processes:
-            process.start()
-    for process in processes:
-        process.join(240)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in processes] == [0, 0], "see the captured output of the ranks"
+    out = str(tmp_path_factory.mktemp("out"))
+    on_two_ranks(rank_process, model, out, num_ports=2)
     return {
         who: torch.load(f"{out}/{who[0]}.{who[1]}", weights_only=False) for who in [(1, 0), (2, 0), (2, 1)]
     }

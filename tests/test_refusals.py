@@ -44,6 +44,14 @@ class NoTasks(Good):
         return [] if split == "eval" else super().tasks(split)
 
 
+class NoStep(Env):
+    def tasks(self, split):
+        return [{}]
+
+    def reset(self, task):
+        return "a question"
+
+
 class TasksRaise(Good):
     def tasks(self, split):
         raise FileNotFoundError("words.txt is not here")
@@ -183,6 +191,7 @@ REFUSED = [
     ("grpo", "--env envs.py:Goood", "--env envs.py:Goood: ", "envs.py has no class Goood"),
     ("grpo", "--env raises.py:Good", "--env raises.py:Good: ", "RuntimeError: licence server is down"),
     ("grpo", "--env syntax.py:Good", "--env syntax.py:Good: ", "invalid syntax (syntax.py, line 1)"),
+    ("grpo", "--env envs.py:NoStep", "--env envs.py:NoStep: ", "abstract method step"),
     ("grpo", "--env envs.py:TasksRaise", "--env envs.py:TasksRaise: ", "words.txt is not here"),
     ("grpo", "--env envs.py:ResetRaises", "--env envs.py:ResetRaises: ", "KeyError: 'question'"),
     (
