@@ -44,7 +44,6 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-import tyro
 from annotated_types import Ge, Gt, Le, Lt
 from tyro.conf import OmitArgPrefixes
 
@@ -153,16 +152,19 @@ def batch_advantages(rewards_R: list[float]) -> list[float]:
 # --- Gate: a pass without gradient, before the loss, as a rollout may lie in several micro-batches and ranks
 
 
+# [shared:bernoulli_kl]
 def bernoulli_kl(mu_logprobs_BS, logprobs_BS) -> torch.Tensor:
     """KL(mu, pi) of whether the sampled token is drawn: p ln(p/q) + (1-p) ln((1-p)/(1-q)), p of mu, q of pi.
 
     In fp32. 1 - p is taken from the log-prob by expm1: 1 - exp(-1e-9) would be 0.
     """
-    low, high = math.log(1e-6), math.log1p(-1e-6)
-    log_p, log_q = (x.float().clamp(low, high) for x in (mu_logprobs_BS, logprobs_BS))
+    log_p, log_q = (x.float().clamp(np.log(1e-6), np.log1p(-1e-6)) for x in (mu_logprobs_BS, logprobs_BS))
     other_p, other_q = -log_p.expm1(), -log_q.expm1()
-    kl_BS = log_p.exp() * (log_p - log_q) + other_p * (other_p.log() - other_q.log())
-    return kl_BS.clamp(min=0)  # rounding alone is below
+    # rounding alone is below 0
+    return (log_p.exp() * (log_p - log_q) + other_p * (other_p.log() - other_q.log())).clamp(min=0)
+
+
+# [/shared:bernoulli_kl]
 
 
 def kl_sums(logprobs_BS, mu_logprobs_BS, mask_BS, rollout_index_B, num_rollouts: int):
@@ -274,15 +276,15 @@ class RolloutWorker:
         await asyncio.gather(*(self.produce_groups(queue) for _ in range(self.args.engine.max_in_flight)))
 
     async def produce_groups(self, queue) -> None:
+        ticket = await queue.next_ticket.remote()
         while True:
-            ticket = await queue.next_ticket.remote()
             with self.busy:
                 group, drop = await self.produce_group(ticket)
             if drop:
                 await queue.drop.remote(ticket, *drop)
+                ticket = await queue.next_ticket.remote()
             else:
-                newest = max(int(segment.versions.max()) for rollout in group for segment in rollout.segments)
-                await queue.put.remote(ticket, pack_group(group), newest)
+                ticket = await queue.put_and_next.remote(ticket, *pack_group(group))
 
     async def produce_group(self, ticket: int) -> tuple[list[Rollout], tuple[str, str] | None]:
         """The rollouts of one prompt, and why the group is dropped if it is (reason, detail). Ticket k is
@@ -465,18 +467,17 @@ def mark_late(rollouts: list[Rollout], version: int, max_staleness: int, late: s
 
     keep: nothing. mask: out of the loss. drop: their rollout is invalid.
     """
-    lags, num_late = [], 0
+    lags = []
     for rollout in rollouts:
         rollout_lags = rollout.lags(version)
         lags += rollout_lags.tolist()
-        overdue = int((rollout_lags > max_staleness).sum())
-        num_late += overdue
+        overdue = (rollout_lags > max_staleness).any()
         if overdue and late == "drop" and not rollout.invalid:
             rollout.invalid = "late"
         if overdue and late == "mask":
             for segment in rollout.segments:
                 segment.action_mask = segment.action_mask & (version - segment.versions <= max_staleness)
-    return lags, num_late
+    return lags, sum(lag > max_staleness for lag in lags)
 
 
 # [/shared:mark_late]
@@ -553,7 +554,7 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
     run.trainers = run.spawn("trainer", trainer_class, ranks, num_gpus=gpus)
     engines = list(range(engine.num_engines))
-    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus > 0, *store)
+    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus, *store)
     started = run.ask(run.trainers, "setup", *store, dtype, engine.num_engines) + started
     log.phase(f"trainer: {run.get(started, 'start-up', deadline.start_timeout_s)[0]}")
     run.probe_ids = load_tokenizer(model_path).encode(PROBE_TEXT)
@@ -612,6 +613,7 @@ def main(args: Args) -> None:
     args.lr = args.lr if args.lr is not None else (1e-3 if args.model == "tiny" else 1e-6)
     if args.data.data_epochs:
         args.max_steps = min(args.max_steps, -(-args.data.data_epochs * num_tasks // args.prompts_per_step))
+    checks.check_replay(args.debug.replay_rollouts, args.max_steps)
     sizes = (args.prompts_per_step, args.group_size, args.minibatches, args.epochs, args.max_steps)
     plan = f"{batch_plan(*sizes, num_tasks)}\nlr: {args.lr:g}"
     if args.debug.dry_run:
@@ -698,4 +700,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    checks.run(main, tyro.cli(Args))
+    checks.run(main, checks.parse(Args))

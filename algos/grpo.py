@@ -12,10 +12,11 @@ truncated importance sampling: "Your Efficient RL Framework Secretly Brings You 
 What differs from the GRPO paper, and why:
   1. token mean over the step (N: its action tokens on all ranks), as 1/|o_i| favours long failures;
   2. unbiased std (ddof 1), and a group of equal rewards has advantage exactly 0: no epsilon to divide by;
-  3. asynchronous: old/mu is corrected by truncated importance sampling, as pi/old alone would be biased;
+  3. asynchronous: old/mu is corrected, as pi/old alone would be biased: f is truncation, or what
+     --correction says, which may also reject whole rollouts (seq-mask, kl-gate);
   4. the optional KL term is k2, (log pi - log ref)^2 / 2: its gradient is that of the KL (k3's is not).
 
-Suffixes: G rollouts of a group, B rows (segments), T tokens, S = T - 1 next-token positions.
+Suffixes: G rollouts of a group, R of the step, B rows (segments), T tokens, S = T - 1 next-token positions.
 
     driver main() -- tickets, versions --> SampleQueue <-- groups -- RolloutWorker x engines (vLLM)
          |  rows                                                          ^
@@ -26,7 +27,7 @@ One GPU:    python -m algos.grpo --model smollm2 --env jsonl:data.jsonl
 8 GPUs:     python -m algos.grpo --model PATH --env jsonl:data.jsonl --num-engines 6 --num-trainers 2
 Many nodes: RAY_ADDRESS=auto python -m algos.grpo ... (on the head of a running Ray cluster)
 
-Edit here: advantage -> group_advantages | loss -> policy_loss | correction -> importance_weights
+Edit here: advantage -> group_advantages | loss -> policy_loss | correction -> importance_weights, mark_kept
            sampling, filtering -> RolloutWorker.produce_group | optimizer, epochs -> Trainer.train_step
            what is trained when, order of the refit -> main
 """
@@ -39,7 +40,6 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-import tyro
 from annotated_types import Ge, Gt, Le, Lt
 from tyro.conf import OmitArgPrefixes
 
@@ -105,10 +105,13 @@ class Args:
     """Lower clip of pi/old (eps_low): the ratio has no gradient below 1 - eps_low where A < 0."""
     clip_high: Annotated[float, Gt(0)] = 0.28
     """Upper clip of pi/old (eps_high, DAPO's clip-higher)."""
-    correction: Literal["tis", "icepop", "clip", "none"] = "tis"
-    """Weight of a token for old/mu: truncated, dropped outside, or clamped to [1/cap, cap]; or none."""
-    correction_cap: Annotated[float, Ge(1)] = 2.0
-    """The cap of --correction."""
+    correction: Literal["tis", "icepop", "clip", "seq-mask", "kl-gate", "none"] = "tis"
+    """Weight of a token for old/mu: truncated, dropped outside, or clamped to [1/cap, cap]; old/mu itself in
+    rollouts whose geometric mean of old/mu is in [1/cap, cap] (seq-mask), or whose mean KL is at most the cap
+    (kl-gate), and 0 in others; or none."""
+    correction_cap: float | None = None
+    """The cap of --correction. Default: 2 for tis, icepop and clip, 1.05 for seq-mask, 5e-3 nats a token for
+    kl-gate."""
     kl_coef: Annotated[float, Ge(0), Lt(float("inf"))] = 0.0
     """Weight of the KL to the starting policy (k2). Above 0 a frozen copy of the model is kept in the
     trainer."""
@@ -151,13 +154,54 @@ def group_advantages(rewards_G: list[float]) -> list[float]:
 # --- Loss
 
 
+# [shared:bernoulli_kl]
+def bernoulli_kl(mu_logprobs_BS, logprobs_BS) -> torch.Tensor:
+    """KL(mu, pi) of whether the sampled token is drawn: p ln(p/q) + (1-p) ln((1-p)/(1-q)), p of mu, q of pi.
+
+    In fp32. 1 - p is taken from the log-prob by expm1: 1 - exp(-1e-9) would be 0.
+    """
+    log_p, log_q = (x.float().clamp(np.log(1e-6), np.log1p(-1e-6)) for x in (mu_logprobs_BS, logprobs_BS))
+    other_p, other_q = -log_p.expm1(), -log_q.expm1()
+    # rounding alone is below 0
+    return (log_p.exp() * (log_p - log_q) + other_p * (other_p.log() - other_q.log())).clamp(min=0)
+
+
+# [/shared:bernoulli_kl]
+
+
 # [shared:importance_weights]
-def importance_weights(log_ratio_BS: torch.Tensor, correction: str, cap: float) -> torch.Tensor:
+GATES = ("seq-mask", "kl-gate")  # corrections that keep or reject a whole rollout
+
+
+def mark_kept(batches: list[dict], num_rollouts: int, correction: str, cap: float) -> None:
+    """Gives each micro-batch `kept`, [B]: whether the gate keeps the rollout (of R in the step) of a row.
+
+    A score's mean over all action tokens of a rollout decides, and its rows may lie on several ranks: a
+    collective. seq-mask: log(old / mu), kept in [-log cap, log cap]. kl-gate: the KL, kept up to cap. A NaN
+    is kept: it stops the run at the gradient's norm, and would be rejected here in silence.
+    """
+    sums_2R = torch.zeros(2, num_rollouts, dtype=torch.float64, device=batches[0]["logprobs"].device)
+    for batch in batches:
+        mask_BS, mu_BS, old_BS = batch["mask"], batch["logprobs"][:, 1:], batch["old_logprobs"]
+        score_BS = bernoulli_kl(mu_BS, old_BS) if correction == "kl-gate" else old_BS - mu_BS
+        score_BS = torch.where(mask_BS, score_BS, 0.0).double()
+        sums_2R.index_add_(1, batch["rollout_index"], torch.stack([score_BS.sum(1), mask_BS.sum(1)]))
+    torch.distributed.all_reduce(sums_2R)
+    mean_R = sums_2R[0] / sums_2R[1].clamp(min=1)
+    kept_R = ~(mean_R.abs() > (cap if correction == "kl-gate" else np.log(cap)))
+    for batch in batches:
+        batch["kept"] = kept_R[batch["rollout_index"]]
+
+
+def importance_weights(log_ratio_BS: torch.Tensor, correction: str, cap: float, kept_B=None) -> torch.Tensor:
     """Weight of each token for being sampled by mu instead of old, from log(old / mu). Carries no gradient.
 
     tis: min(ratio, cap). icepop: the ratio, 0 outside [1/cap, cap]. clip: the ratio clamped to [1/cap, cap].
+    seq-mask, kl-gate: the ratio, 0 in rollouts that `mark_kept` rejected.
     """
     ratio_BS = log_ratio_BS.detach().clamp(-20, 20).exp()
+    if correction in GATES:
+        return torch.where(kept_B[:, None], ratio_BS, 0.0)
     if correction == "tis":
         return ratio_BS.clamp(max=cap)
     if correction == "icepop":
@@ -170,15 +214,13 @@ def importance_weights(log_ratio_BS: torch.Tensor, correction: str, cap: float) 
 # [/shared:importance_weights]
 
 
-def policy_loss(
-    logprobs_BS, old_logprobs_BS, weights_BS, advantages_B, mask_BS, clip_low: float, clip_high: float
-):
+def policy_loss(logprobs_BS, old_BS, weights_BS, advantages_B, mask_BS, clip_low: float, clip_high: float):
     """The summed clipped surrogate over the masked tokens (the caller divides by the step's token count).
 
     Returns (loss, {metric: (sum, count)}). Masked positions may hold anything, also NaN. Log-ratios are
     clamped to +-20, where exp is finite in fp32 and far outside of any clip range.
     """
-    log_ratio_BS = torch.where(mask_BS, logprobs_BS - old_logprobs_BS, 0.0).clamp(-20, 20)
+    log_ratio_BS = torch.where(mask_BS, logprobs_BS - old_BS, 0.0).clamp(-20, 20)
     ratio_BS, adv_BS = log_ratio_BS.exp(), advantages_B[:, None].to(logprobs_BS.dtype)
     clipped_BS = ratio_BS.clamp(1 - clip_low, 1 + clip_high)
     surrogate_BS = torch.minimum(ratio_BS * adv_BS, clipped_BS * adv_BS)
@@ -186,11 +228,8 @@ def policy_loss(
     count = mask_BS.sum()
     low = mask_BS & (adv_BS < 0) & (ratio_BS < 1 - clip_low)
     high = mask_BS & (adv_BS > 0) & (ratio_BS > 1 + clip_high)
-    return loss, {
-        "loss/policy": (loss.detach(), count),
-        "ratio/clip_low_frac": (low.sum(), count),
-        "ratio/clip_high_frac": (high.sum(), count),
-    }
+    held = {"ratio/clip_low_frac": (low.sum(), count), "ratio/clip_high_frac": (high.sum(), count)}
+    return loss, {"loss/policy": (loss.detach(), count)} | held
 
 
 def kl_loss(logprobs_BS, ref_logprobs_BS, mask_BS) -> torch.Tensor:
@@ -236,15 +275,15 @@ class RolloutWorker:
         await asyncio.gather(*(self.produce_groups(queue) for _ in range(self.args.engine.max_in_flight)))
 
     async def produce_groups(self, queue) -> None:
+        ticket = await queue.next_ticket.remote()
         while True:
-            ticket = await queue.next_ticket.remote()
             with self.busy:
                 group, drop = await self.produce_group(ticket)
             if drop:
                 await queue.drop.remote(ticket, *drop)
+                ticket = await queue.next_ticket.remote()
             else:
-                newest = max(int(segment.versions.max()) for rollout in group for segment in rollout.segments)
-                await queue.put.remote(ticket, pack_group(group), newest)
+                ticket = await queue.put_and_next.remote(ticket, *pack_group(group))
 
     async def produce_group(self, ticket: int) -> tuple[list[Rollout], tuple[str, str] | None]:
         """The rollouts of one prompt, and why the group is dropped if it is (reason, detail). Ticket k is
@@ -329,57 +368,58 @@ class Trainer:
         elif init_from:
             load_weights(init_from, self.model, self.rank)
 
-    def train_step(self, minibatches: list[tuple[list[dict], int]], lr: float, trace: str | None) -> dict:
-        """One step on this rank's share: [(micro-batches, action tokens of the minibatch over all ranks)].
+    def train_step(self, share: tuple[list, int], lr: float, trace: str | None) -> dict:
+        """One step on this rank's share, which `make_minibatches` made.
 
         Returns `rank_metrics`. `trace` is a folder for a profile.
         """
-        args, sums, peaks = self.args, [], []
+        args, (minibatches, num_rollouts), sums, peaks = self.args, share, [], []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        minibatches = [
-            ([to_device(b, self.device) for b in batches], tokens) for batches, tokens in minibatches
-        ]
-        for batch in [batch for batches, _ in minibatches for batch in batches]:
-            with torch.no_grad():  # once per step, before the weights move
-                if args.epochs * len(minibatches) > 1:
-                    batch["old_logprobs"] = self.logprobs(batch, self.model, self.head)[0]
-                if args.kl_coef > 0:
-                    batch["ref_logprobs"] = self.logprobs(batch, self.ref_model, self.ref_head)[0]
+        self.look_ahead([batch for batches, _ in minibatches for batch in batches], num_rollouts)
         with traced(trace and f"{trace}/rank{self.rank}.json"):
-            for epoch in range(args.epochs):
-                for number, (batches, num_tokens) in enumerate(minibatches):
-                    self.optimizer.zero_grad()
-                    for batch in batches:
-                        loss, step_sums, step_peaks = self.loss(batch, first=epoch == number == 0)
-                        # FSDP averages gradients over ranks: times the ranks, it is their sum
-                        (loss * self.world_size / max(num_tokens, 1)).backward()
-                        sums.append(step_sums)
-                        peaks.append(step_peaks)
-                    grad_norm = clip_gradients(self.model, args.max_grad_norm)
-                    self.optimizer.step()
-                    sums.append({"grad_norm": (grad_norm, 1)})
+            for batches, num_tokens in minibatches * args.epochs:
+                self.optimizer.zero_grad()
+                for batch in batches:
+                    loss, step_sums, step_peaks = self.loss(batch)
+                    # FSDP averages gradients over ranks: times the ranks, it is their sum
+                    (loss * self.world_size / max(num_tokens, 1)).backward()
+                    sums.append(step_sums)
+                    peaks.append(step_peaks)
+                grad_norm = clip_gradients(self.model, args.max_grad_norm)
+                self.optimizer.step()
+                sums.append({"grad_norm": (grad_norm, 1)})
         return rank_metrics(sums, peaks)
 
-    def loss(self, batch: dict, first: bool) -> tuple[torch.Tensor, dict, dict]:
-        """The summed loss of one micro-batch, its metrics, and its peaks. `first`: no update was made yet."""
-        args, mask_BS = self.args, batch["action_mask"][:, 1:].bool()
+    @torch.no_grad()
+    def look_ahead(self, batches: list[dict], num_rollouts: int) -> None:
+        """Once per step, before the weights move: moves the batches to the device and gives them old and
+        reference log-probs and the gate's verdict, where one of them is asked for."""
+        args = self.args
+        for batch in batches:
+            batch |= to_device(batch, self.device)
+            batch["mask"] = batch["action_mask"][:, 1:].bool()
+            if args.correction in GATES or args.epochs * args.minibatches > 1:
+                batch["old_logprobs"] = self.logprobs(batch, self.model, self.head)[0]
+            if args.kl_coef > 0:
+                batch["ref_logprobs"] = self.logprobs(batch, self.ref_model, self.ref_head)[0]
+        if args.correction in GATES:
+            mark_kept(batches, num_rollouts, args.correction, args.correction_cap)
+
+    def loss(self, batch: dict) -> tuple[torch.Tensor, dict, dict]:
+        """The summed loss of one micro-batch, its metrics, and its peaks."""
+        args, mask_BS, clip = self.args, batch["mask"], (self.args.clip_low, self.args.clip_high)
         logprobs_BS, entropy_BS = self.logprobs(batch, self.model, self.head)
         old_BS = batch.get("old_logprobs", logprobs_BS.detach())
-        mu_BS = batch["logprobs"][:, 1:]
-        log_weight_BS = torch.where(mask_BS, old_BS - mu_BS, 0.0)
-        weights_BS = importance_weights(log_weight_BS, args.correction, args.correction_cap)
-        loss, sums = policy_loss(
-            logprobs_BS, old_BS, weights_BS, batch["advantage"], mask_BS, args.clip_low, args.clip_high
-        )
+        log_ratio_BS = torch.where(mask_BS, old_BS - batch["logprobs"][:, 1:], 0.0)
+        weights_BS = importance_weights(log_ratio_BS, args.correction, args.correction_cap, batch.get("kept"))
+        loss, sums = policy_loss(logprobs_BS, old_BS, weights_BS, batch["advantage"], mask_BS, *clip)
         count, masked = mask_BS.sum(), weights_BS[mask_BS]
         sums["loss/entropy"] = (torch.where(mask_BS, entropy_BS, 0.0).detach().sum(), count)
         if args.kl_coef > 0:
             kl = kl_loss(logprobs_BS, batch["ref_logprobs"], mask_BS)
             loss, sums["loss/kl"] = loss + args.kl_coef * kl, (kl.detach(), count)
-        if not first:
-            return loss, sums, {}
-        mismatch, peaks = mismatch_metrics(log_weight_BS, mask_BS)
+        mismatch, peaks = mismatch_metrics(log_ratio_BS, mask_BS)
         sums["is/dropped_frac"] = ((masked == 0).sum(), count)
         sums["is_weight"], sums["is_weight_squared"] = (masked.sum(), count), (masked.square().sum(), count)
         peaks["is/max_weight"] = masked.max() if count else 0.0
@@ -418,18 +458,17 @@ def mark_late(rollouts: list[Rollout], version: int, max_staleness: int, late: s
 
     keep: nothing. mask: out of the loss. drop: their rollout is invalid.
     """
-    lags, num_late = [], 0
+    lags = []
     for rollout in rollouts:
         rollout_lags = rollout.lags(version)
         lags += rollout_lags.tolist()
-        overdue = int((rollout_lags > max_staleness).sum())
-        num_late += overdue
+        overdue = (rollout_lags > max_staleness).any()
         if overdue and late == "drop" and not rollout.invalid:
             rollout.invalid = "late"
         if overdue and late == "mask":
             for segment in rollout.segments:
                 segment.action_mask = segment.action_mask & (version - segment.versions <= max_staleness)
-    return lags, num_late
+    return lags, sum(lag > max_staleness for lag in lags)
 
 
 # [/shared:mark_late]
@@ -453,18 +492,16 @@ def make_rows(rollouts: list[Rollout], args: Args) -> tuple[list[list[dict]], di
     return rows, advantages
 
 
-def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[list[tuple[list[dict], int]]]:
-    """Rows by rollout -> for each rank its [(micro-batches, action tokens of the minibatch over all
-    ranks)]."""
-    shuffled = np.random.default_rng([args.seed, step]).permutation(len(rows))
-    per_rank: list[list] = [[] for _ in range(args.parallel.num_trainers)]
+def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[tuple[tuple, int]]:
+    """Rows by rollout -> for each rank ([(micro-batches, action tokens of the minibatch over all ranks)],
+    the step's rollouts over all ranks). A row gets its rollout's number."""
+    shuffled, minibatches = np.random.default_rng([args.seed, step]).permutation(len(rows)), []
     for part in np.array_split(shuffled, min(args.minibatches, len(rows))):
-        members = [row for index in part for row in rows[index]]
+        members = [row | {"rollout_index": index} for index in part for row in rows[index]]
         num_tokens = sum(int(row["action_mask"].sum()) for row in members)
-        batches = micro_batches(members, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
-        for rank, share in enumerate(batches):
-            per_rank[rank].append((share, num_tokens))
-    return per_rank
+        shares = micro_batches(members, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
+        minibatches.append([(share, num_tokens) for share in shares])
+    return [(share, len(rows)) for share in zip(*minibatches)]
 
 
 # [shared:refit]
@@ -515,7 +552,7 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
     run.trainers = run.spawn("trainer", trainer_class, ranks, num_gpus=gpus)
     engines = list(range(engine.num_engines))
-    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus > 0, *store)
+    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus, *store)
     started = run.ask(run.trainers, "setup", *store, dtype, engine.num_engines) + started
     log.phase(f"trainer: {run.get(started, 'start-up', deadline.start_timeout_s)[0]}")
     run.probe_ids = load_tokenizer(model_path).encode(PROBE_TEXT)
@@ -537,16 +574,17 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
 
 
 def check_flags(args: Args) -> int:
-    """Refuses what cannot work, before anything starts. Returns the number of training tasks."""
+    """Refuses what cannot work, before anything starts, and fills in --correction-cap. Returns the number of
+    training tasks."""
     checks.check_ranges(args)
+    args.correction_cap = checks.correction_cap(args.correction, args.correction_cap)
     checks.check_group_size(args.group_size)
     checks.check_minibatches(args.prompts_per_step, args.minibatches)
     checks.check_shared(args.engine, args.parallel, args.data, args.save, args.debug, args.log)
     rollouts = args.prompts_per_step * args.group_size // args.minibatches
     checks.check_ranks(args.parallel.num_trainers, rollouts)
-    return checks.check_tasks(
-        args.model, args.env, args.eval_env, args.data, args.engine, args.max_new_tokens
-    )
+    environments = (args.model, args.env, args.eval_env, args.data)
+    return checks.check_tasks(*environments, args.engine, args.max_new_tokens)
 
 
 # [shared:main]
@@ -575,6 +613,7 @@ def main(args: Args) -> None:
     args.lr = args.lr if args.lr is not None else (1e-3 if args.model == "tiny" else 1e-6)
     if args.data.data_epochs:
         args.max_steps = min(args.max_steps, -(-args.data.data_epochs * num_tasks // args.prompts_per_step))
+    checks.check_replay(args.debug.replay_rollouts, args.max_steps)
     sizes = (args.prompts_per_step, args.group_size, args.minibatches, args.epochs, args.max_steps)
     plan = f"{batch_plan(*sizes, num_tasks)}\nlr: {args.lr:g}"
     if args.debug.dry_run:
@@ -661,4 +700,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    checks.run(main, tyro.cli(Args))
+    checks.run(main, checks.parse(Args))

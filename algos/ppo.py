@@ -16,7 +16,8 @@ Brings You Off-Policy RL Training" (2025). What differs from the PPO paper, and 
   4. the critic is a network of its own: a shared trunk needs a weight between two losses of different scale;
   5. whitening is over the action tokens of the step, before minibatches; equal advantages are exactly 0;
   6. token mean over the step (N: its action tokens on all ranks), as 1/|o_i| favours long failures;
-  7. asynchronous: old/mu is corrected by truncated importance sampling, as pi/old alone would be biased.
+  7. asynchronous: old/mu is corrected, as pi/old alone would be biased: f is truncation, or what
+     --correction says, which may also reject whole rollouts (seq-mask, kl-gate).
 
 Suffixes: R rollouts, L their tokens with all segments in a row, A their actions, N a list of tokens, B rows
 (segments), T tokens, S = T - 1 next-token positions.
@@ -42,7 +43,6 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-import tyro
 from annotated_types import Ge, Gt, Le, Lt
 from torch.nn.utils.rnn import pad_sequence
 from tyro.conf import OmitArgPrefixes
@@ -124,10 +124,13 @@ class Args:
     """Lower clip of pi/old (eps_low): the ratio has no gradient below 1 - eps_low where A < 0."""
     clip_high: Annotated[float, Gt(0)] = 0.28
     """Upper clip of pi/old (eps_high, DAPO's clip-higher)."""
-    correction: Literal["tis", "icepop", "clip", "none"] = "tis"
-    """Weight of a token for old/mu: truncated, dropped outside, or clamped to [1/cap, cap]; or none."""
-    correction_cap: Annotated[float, Ge(1)] = 2.0
-    """The cap of --correction."""
+    correction: Literal["tis", "icepop", "clip", "seq-mask", "kl-gate", "none"] = "tis"
+    """Weight of a token for old/mu: truncated, dropped outside, or clamped to [1/cap, cap]; old/mu itself in
+    rollouts whose geometric mean of old/mu is in [1/cap, cap] (seq-mask), or whose mean KL is at most the cap
+    (kl-gate), and 0 in others; or none."""
+    correction_cap: float | None = None
+    """The cap of --correction. Default: 2 for tis, icepop and clip, 1.05 for seq-mask, 5e-3 nats a token for
+    kl-gate."""
     kl_coef: Annotated[float, Ge(0), Lt(float("inf"))] = 0.0
     """Weight of the KL to the starting policy (k2). Above 0 a frozen copy of the model is kept in the
     trainer."""
@@ -179,42 +182,21 @@ def turn_rewards(rollout: Rollout) -> np.ndarray:
     return rewards_L
 
 
-BLOCK = 32  # terms that `discounted_sums` adds up at a time
-
-
-def discounted_sums(terms_RA: torch.Tensor, decay: float) -> torch.Tensor:
-    """sum_{j >= i} decay^(j - i) terms_j at each i, without a loop over them: R rows of A terms, in N blocks
-    of K.
-
-    The sums at the starts of blocks of K are a problem of the same kind, K times shorter and with decay^K.
-    Each is carried into the last term of the block before; one matrix product then sums within all blocks.
-    """
-    length = terms_RA.shape[1]
-    terms_RNK = torch.nn.functional.pad(terms_RA, (0, BLOCK - length % BLOCK)).unflatten(1, (-1, BLOCK))
-    steps_K = torch.arange(BLOCK, dtype=terms_RA.dtype)
-    powers_KK = (decay ** (steps_K[:, None] - steps_K).clamp(min=0)).tril()  # from i (column) to j (row)
-    if length > BLOCK:
-        starts_RN = (terms_RNK @ powers_KK[:, 0])[:, 1:]
-        terms_RNK[:, :-1, -1] += decay * discounted_sums(starts_RN, decay**BLOCK)
-    return (terms_RNK @ powers_KK).flatten(1)[:, :length]
-
-
 def gae(rewards_RL, values_RL, mask_RL, last_values_R, gamma: float, lam: float):
     """(advantages, returns), both [R, L]: GAE over the masked slots, which are the actions; 0 elsewhere.
 
     `values_RL` has at each action the value of the state it was taken in, `last_values_R` that of the state
-    after a rollout's last action: 0 where the episode ended. Other slots may hold anything, also NaN. Runs
-    on a CPU, where numpy takes the masked slots several times faster than torch does.
+    after a rollout's last action: 0 where the episode ended. Other slots may hold anything, also NaN. In
+    numpy, on a CPU. The recursion A_k = delta_k + gamma lambda A_{k+1} is summed by doubling, in log2(A)
+    passes: a sum of n terms, and (gamma lambda)^n times the one n later, are the sum of 2n terms.
     """
-    mask, counts_R = mask_RL.numpy(), mask_RL.sum(1)
-    values, deltas = (torch.from_numpy(x_RL.numpy()[mask]) for x_RL in (values_RL, rewards_RL))
-    after = torch.cat([values[1:], values[:1]])  # the value of the state after each action
-    after[counts_R.cumsum(0)[counts_R > 0] - 1] = last_values_R[counts_R > 0]
-    deltas.add_(after, alpha=gamma).sub_(values)
-    sums_RA = discounted_sums(pad_sequence(deltas.split(counts_R.tolist()), batch_first=True), gamma * lam)
-    advantages = torch.cat([sums_A[:count] for sums_A, count in zip(sums_RA, counts_R)])
     advantages_RL, returns_RL = torch.zeros_like(values_RL), torch.zeros_like(values_RL)
-    advantages_RL.numpy()[mask], returns_RL.numpy()[mask] = advantages, advantages + values
+    for index, mask_L in enumerate(mask_RL.numpy()):
+        rewards_A, values_A = rewards_RL[index].numpy()[mask_L], values_RL[index].numpy()[mask_L]
+        sums_A = rewards_A + gamma * np.append(values_A, last_values_R[index])[1:] - values_A
+        for reach in (2**power for power in range(len(sums_A).bit_length())):
+            sums_A[:-reach] += (gamma * lam) ** reach * sums_A[reach:]
+        advantages_RL.numpy()[index, mask_L], returns_RL.numpy()[index, mask_L] = sums_A, sums_A + values_A
     return advantages_RL, returns_RL
 
 
@@ -240,13 +222,54 @@ def explained_variance(returns_N: torch.Tensor, values_N: torch.Tensor) -> tuple
 # --- Loss
 
 
+# [shared:bernoulli_kl]
+def bernoulli_kl(mu_logprobs_BS, logprobs_BS) -> torch.Tensor:
+    """KL(mu, pi) of whether the sampled token is drawn: p ln(p/q) + (1-p) ln((1-p)/(1-q)), p of mu, q of pi.
+
+    In fp32. 1 - p is taken from the log-prob by expm1: 1 - exp(-1e-9) would be 0.
+    """
+    log_p, log_q = (x.float().clamp(np.log(1e-6), np.log1p(-1e-6)) for x in (mu_logprobs_BS, logprobs_BS))
+    other_p, other_q = -log_p.expm1(), -log_q.expm1()
+    # rounding alone is below 0
+    return (log_p.exp() * (log_p - log_q) + other_p * (other_p.log() - other_q.log())).clamp(min=0)
+
+
+# [/shared:bernoulli_kl]
+
+
 # [shared:importance_weights]
-def importance_weights(log_ratio_BS: torch.Tensor, correction: str, cap: float) -> torch.Tensor:
+GATES = ("seq-mask", "kl-gate")  # corrections that keep or reject a whole rollout
+
+
+def mark_kept(batches: list[dict], num_rollouts: int, correction: str, cap: float) -> None:
+    """Gives each micro-batch `kept`, [B]: whether the gate keeps the rollout (of R in the step) of a row.
+
+    A score's mean over all action tokens of a rollout decides, and its rows may lie on several ranks: a
+    collective. seq-mask: log(old / mu), kept in [-log cap, log cap]. kl-gate: the KL, kept up to cap. A NaN
+    is kept: it stops the run at the gradient's norm, and would be rejected here in silence.
+    """
+    sums_2R = torch.zeros(2, num_rollouts, dtype=torch.float64, device=batches[0]["logprobs"].device)
+    for batch in batches:
+        mask_BS, mu_BS, old_BS = batch["mask"], batch["logprobs"][:, 1:], batch["old_logprobs"]
+        score_BS = bernoulli_kl(mu_BS, old_BS) if correction == "kl-gate" else old_BS - mu_BS
+        score_BS = torch.where(mask_BS, score_BS, 0.0).double()
+        sums_2R.index_add_(1, batch["rollout_index"], torch.stack([score_BS.sum(1), mask_BS.sum(1)]))
+    torch.distributed.all_reduce(sums_2R)
+    mean_R = sums_2R[0] / sums_2R[1].clamp(min=1)
+    kept_R = ~(mean_R.abs() > (cap if correction == "kl-gate" else np.log(cap)))
+    for batch in batches:
+        batch["kept"] = kept_R[batch["rollout_index"]]
+
+
+def importance_weights(log_ratio_BS: torch.Tensor, correction: str, cap: float, kept_B=None) -> torch.Tensor:
     """Weight of each token for being sampled by mu instead of old, from log(old / mu). Carries no gradient.
 
     tis: min(ratio, cap). icepop: the ratio, 0 outside [1/cap, cap]. clip: the ratio clamped to [1/cap, cap].
+    seq-mask, kl-gate: the ratio, 0 in rollouts that `mark_kept` rejected.
     """
     ratio_BS = log_ratio_BS.detach().clamp(-20, 20).exp()
+    if correction in GATES:
+        return torch.where(kept_B[:, None], ratio_BS, 0.0)
     if correction == "tis":
         return ratio_BS.clamp(max=cap)
     if correction == "icepop":
@@ -273,11 +296,8 @@ def policy_loss(logprobs_BS, old_BS, weights_BS, advantages_BS, mask_BS, clip_lo
     count = mask_BS.sum()
     low = mask_BS & (adv_BS < 0) & (ratio_BS < 1 - clip_low)
     high = mask_BS & (adv_BS > 0) & (ratio_BS > 1 + clip_high)
-    return loss, {
-        "loss/policy": (loss.detach(), count),
-        "ratio/clip_low_frac": (low.sum(), count),
-        "ratio/clip_high_frac": (high.sum(), count),
-    }
+    held = {"ratio/clip_low_frac": (low.sum(), count), "ratio/clip_high_frac": (high.sum(), count)}
+    return loss, {"loss/policy": (loss.detach(), count)} | held
 
 
 def value_loss(values_BS, old_BS, returns_BS, mask_BS, clip: float):
@@ -337,15 +357,15 @@ class RolloutWorker:
         await asyncio.gather(*(self.produce_groups(queue) for _ in range(self.args.engine.max_in_flight)))
 
     async def produce_groups(self, queue) -> None:
+        ticket = await queue.next_ticket.remote()
         while True:
-            ticket = await queue.next_ticket.remote()
             with self.busy:
                 group, drop = await self.produce_group(ticket)
             if drop:
                 await queue.drop.remote(ticket, *drop)
+                ticket = await queue.next_ticket.remote()
             else:
-                newest = max(int(segment.versions.max()) for rollout in group for segment in rollout.segments)
-                await queue.put.remote(ticket, pack_group(group), newest)
+                ticket = await queue.put_and_next.remote(ticket, *pack_group(group))
 
     async def produce_group(self, ticket: int) -> tuple[list[Rollout], tuple[str, str] | None]:
         """The rollouts of one prompt, and why the group is dropped if it is (reason, detail). Ticket k is
@@ -410,9 +430,9 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.model = build_model(self.model_path, self.device, engine_dtype)
         self.critic = build_critic(self.model_path, self.device)
-        models, settings = (self.model, self.critic), {"lr": 0.0, "weight_decay": args.weight_decay}
-        parts = [(model, torch.optim.AdamW(model.parameters(), **settings)) for model in models]
-        self.parts = dict(zip(("policy", "critic"), parts))
+        settings = {"lr": 0.0, "weight_decay": args.weight_decay}
+        self.parts = {"policy": (self.model, torch.optim.AdamW(self.model.parameters(), **settings))}
+        self.parts["critic"] = self.critic, torch.optim.AdamW(self.critic.parameters(), **settings)
         self.head = LogprobHead(self.model)
         if args.kl_coef > 0:
             self.ref_model = build_model(self.model_path, self.device, engine_dtype).requires_grad_(False)
@@ -444,13 +464,13 @@ class Trainer:
         everything = [batch for batches, _ in minibatches for batch in batches]
         measured = [(self.look_ahead(everything, episodes), {})]
         with traced(trace and f"{trace}/rank{self.rank}.json"):
-            for number, (batches, num_tokens) in enumerate(minibatches * args.epochs):
+            for batches, num_tokens in minibatches * args.epochs:
                 for name, loss_of in (("policy", self.loss), ("critic", self.critic_loss)):
                     model, optimizer = self.parts[name]
                     optimizer.param_groups[0]["lr"] = rates[name]
                     optimizer.zero_grad()
                     for batch in batches:
-                        loss, sums, peaks = loss_of(batch, first=number == 0)
+                        loss, sums, peaks = loss_of(batch)
                         # FSDP averages gradients over ranks: times the ranks, it is their sum
                         (loss * self.world_size / max(num_tokens, 1)).backward()
                         measured.append((sums, peaks))
@@ -465,66 +485,62 @@ class Trainer:
     @torch.no_grad()
     def look_ahead(self, batches: list[dict], episodes: dict) -> dict:
         """Once per step, before the weights move: moves the batches to the device and gives them advantages,
-        returns and old values, [B, S].
+        returns and old values, [B, S], and the gate's verdict if there is one.
 
         GAE needs all rows of a rollout, and they may lie on several ranks: each rank gets the values of all,
         and computes the same. Returns metrics, on rank 0.
         """
         args, (num_rollouts, length) = self.args, episodes["rewards"].shape
         values_RL = torch.full((num_rollouts, length + 1), -torch.inf, device=self.device)
-        places = [list(zip(batch["rollout"], batch["start"], batch["end"])) for batch in batches]
-        for batch, rows in zip(batches, places):
+        for batch in batches:
             batch |= to_device(batch, self.device)
-            for (index, start, end), values_T in zip(rows, values(self.critic, batch["token_ids"].long())):
-                values_RL[index, start + 1 : end + 1] = values_T[: end - start]  # each before the next token
+            batch["mask"] = batch["action_mask"][:, 1:].bool()
+            values_BT = values(self.critic, batch["token_ids"].long())
+            values_RL[batch["rollout_index"][:, None], batch["next_place"]] = values_BT
         torch.distributed.all_reduce(values_RL, torch.distributed.ReduceOp.MAX)  # a filler is there twice
         values_RL, mask_RL = values_RL.cpu(), episodes["action_mask"]
-        last_R = torch.where(episodes["cut"], values_RL[range(num_rollouts), episodes["end"]], 0.0)
+        last_R = torch.where(episodes["cut_at"] > 0, values_RL[range(num_rollouts), episodes["cut_at"]], 0.0)
         values_RL, rewards_RL, sampled_RL = values_RL[:, :-1], episodes["rewards"], episodes["sampled"]
         advantages_RL, returns_RL = gae(rewards_RL, values_RL, sampled_RL, last_R, args.gamma, args.lam)
         sums = {"value/explained_var": explained_variance(returns_RL[mask_RL], values_RL[mask_RL])}
         sums["advantage/abs_mean"] = advantages_RL[mask_RL].abs().sum(), mask_RL.sum()
         advantages_RL = whiten(advantages_RL, mask_RL) if args.whiten else advantages_RL
         columns = {"advantages": advantages_RL, "returns": returns_RL, "old_values": values_RL}
-        for batch, rows in zip(batches, places):
-            for name, column_RL in columns.items():
-                parts = [column_RL[index, start + 1 : end] for index, start, end in rows]
-                batch[name] = pad_sequence(parts, batch_first=True).to(self.device)
-            if args.epochs * args.minibatches > 1:
+        for batch in batches:
+            places = batch["rollout_index"].cpu()[:, None], batch["next_place"].cpu()[:, 1:] - 1
+            batch |= {name: column_RL[places].to(self.device) for name, column_RL in columns.items()}
+            if args.correction in GATES or args.epochs * args.minibatches > 1:
                 batch["old_logprobs"] = self.logprobs(batch, self.model, self.head)[0]
             if args.kl_coef > 0:
                 batch["ref_logprobs"] = self.logprobs(batch, self.ref_model, self.ref_head)[0]
+        if args.correction in GATES:
+            mark_kept(batches, num_rollouts, args.correction, args.correction_cap)
         return sums if self.rank == 0 else {}
 
-    def loss(self, batch: dict, first: bool) -> tuple[torch.Tensor, dict, dict]:
-        """The policy's summed loss of one micro-batch, its metrics, and its peaks. `first`: no update was
-        made yet."""
-        args, mask_BS = self.args, batch["action_mask"][:, 1:].bool()
+    def loss(self, batch: dict) -> tuple[torch.Tensor, dict, dict]:
+        """The policy's summed loss of one micro-batch, its metrics, and its peaks."""
+        args, mask_BS, clip = self.args, batch["mask"], (self.args.clip_low, self.args.clip_high)
         logprobs_BS, entropy_BS = self.logprobs(batch, self.model, self.head)
         old_BS = batch.get("old_logprobs", logprobs_BS.detach())
-        log_weight_BS = torch.where(mask_BS, old_BS - batch["logprobs"][:, 1:], 0.0)
-        weights_BS = importance_weights(log_weight_BS, args.correction, args.correction_cap)
-        loss, sums = policy_loss(
-            logprobs_BS, old_BS, weights_BS, batch["advantages"], mask_BS, args.clip_low, args.clip_high
-        )
+        log_ratio_BS = torch.where(mask_BS, old_BS - batch["logprobs"][:, 1:], 0.0)
+        weights_BS = importance_weights(log_ratio_BS, args.correction, args.correction_cap, batch.get("kept"))
+        loss, sums = policy_loss(logprobs_BS, old_BS, weights_BS, batch["advantages"], mask_BS, *clip)
         count, masked = mask_BS.sum(), weights_BS[mask_BS]
         sums["loss/entropy"] = (torch.where(mask_BS, entropy_BS, 0.0).detach().sum(), count)
         if args.kl_coef > 0:
             kl = kl_loss(logprobs_BS, batch["ref_logprobs"], mask_BS)
             loss, sums["loss/kl"] = loss + args.kl_coef * kl, (kl.detach(), count)
-        if not first:
-            return loss, sums, {}
-        mismatch, peaks = mismatch_metrics(log_weight_BS, mask_BS)
+        mismatch, peaks = mismatch_metrics(log_ratio_BS, mask_BS)
         sums["is/dropped_frac"] = ((masked == 0).sum(), count)
         sums["is_weight"], sums["is_weight_squared"] = (masked.sum(), count), (masked.square().sum(), count)
         peaks["is/max_weight"] = masked.max() if count else 0.0
         return loss, sums | mismatch, peaks
 
-    def critic_loss(self, batch: dict, first: bool) -> tuple[torch.Tensor, dict, dict]:
+    def critic_loss(self, batch: dict) -> tuple[torch.Tensor, dict, dict]:
         """The same of the critic, which has no peaks."""
         values_BS = values(self.critic, batch["token_ids"].long())[:, :-1]
-        mask_BS, old_BS = batch["action_mask"][:, 1:].bool(), batch["old_values"]
-        return *value_loss(values_BS, old_BS, batch["returns"], mask_BS, self.args.value_clip), {}
+        targets = batch["old_values"], batch["returns"], batch["mask"]
+        return *value_loss(values_BS, *targets, self.args.value_clip), {}
 
     @torch.no_grad()
     def send_weights(self, version: int, probe_ids: list[int]) -> dict:
@@ -558,56 +574,57 @@ def mark_late(rollouts: list[Rollout], version: int, max_staleness: int, late: s
 
     keep: nothing. mask: out of the loss. drop: their rollout is invalid.
     """
-    lags, num_late = [], 0
+    lags = []
     for rollout in rollouts:
         rollout_lags = rollout.lags(version)
         lags += rollout_lags.tolist()
-        overdue = int((rollout_lags > max_staleness).sum())
-        num_late += overdue
+        overdue = (rollout_lags > max_staleness).any()
         if overdue and late == "drop" and not rollout.invalid:
             rollout.invalid = "late"
         if overdue and late == "mask":
             for segment in rollout.segments:
                 segment.action_mask = segment.action_mask & (version - segment.versions <= max_staleness)
-    return lags, num_late
+    return lags, sum(lag > max_staleness for lag in lags)
 
 
 # [/shared:mark_late]
 
 
 def make_rows(rollouts: list[Rollout], args: Args) -> tuple[list[list[dict]], dict[str, float]]:
-    """The segments of each valid rollout as rows of the batch, which know their place in the rollout.
+    """The segments of each valid rollout as rows of the batch, whose tokens know their place in the rollout.
 
+    `next_place` is the place after a token, where the value of its state belongs: 1 to L, and 0 in padding.
+    `cut_at` is that place of the token after which a rollout was cut, and 0 if it ended.
     Returns (rows by rollout, {}): advantages wait for the critic, in the trainer.
     """
     rows: list[list[dict]] = []
     for rollout in [rollout for rollout in rollouts if not rollout.invalid]:
         ends = np.cumsum([len(segment.token_ids) for segment in rollout.segments])
-        own = {"rollout": len(rows), "cut": args.bootstrap_truncated and rollout.truncated}
+        cut = args.bootstrap_truncated and rollout.truncated
+        own = {"rollout_index": len(rows), "cut_at": ends[-1] if cut else 0}
         rewards = np.split(turn_rewards(rollout), ends[:-1])
+        places = np.split(np.arange(1, ends[-1] + 1), ends[:-1])
         rows.append([])
-        for segment, part, end in zip(rollout.segments, rewards, ends):
-            place = {"start": end - len(part), "end": end, "sampled": segment.versions >= 0, "rewards": part}
-            rows[-1].append(segment_row(segment) | own | place)
+        for segment, part, place in zip(rollout.segments, rewards, places):
+            tokens = {"sampled": segment.versions >= 0, "rewards": part, "next_place": place}
+            rows[-1].append(segment_row(segment) | own | tokens)
     return rows, {}
 
 
 def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[tuple[list, dict, int]]:
     """Rows by rollout -> for each rank ([(micro-batches, action tokens of the minibatch over all ranks)], the
     step's rollouts for GAE, [R, L] and [R], the step)."""
-    shuffled = np.random.default_rng([args.seed, step]).permutation(len(rows))
-    per_rank: list[list] = [[] for _ in range(args.parallel.num_trainers)]
+    shuffled, minibatches = np.random.default_rng([args.seed, step]).permutation(len(rows)), []
     for part in np.array_split(shuffled, min(args.minibatches, len(rows))):
         members = [row for index in part for row in rows[index]]
         num_tokens = sum(int(row["action_mask"].sum()) for row in members)
-        batches = micro_batches(members, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
-        for rank, share in enumerate(batches):
-            per_rank[rank].append((share, num_tokens))
-    episodes = {name: torch.tensor([own[-1][name] for own in rows]) for name in ("end", "cut")}
+        shares = micro_batches(members, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
+        minibatches.append([(share, num_tokens) for share in shares])
+    episodes = {"cut_at": torch.tensor([own[0]["cut_at"] for own in rows])}
     for name in ("rewards", "sampled", "action_mask"):
         columns = [np.concatenate([row[name] for row in own]) for own in rows]
         episodes[name] = pad_sequence([torch.from_numpy(column) for column in columns], batch_first=True)
-    return [(minibatches, episodes, step) for minibatches in per_rank]
+    return [(share, episodes, step) for share in zip(*minibatches)]
 
 
 # [shared:refit]
@@ -658,7 +675,7 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
     run.trainers = run.spawn("trainer", trainer_class, ranks, num_gpus=gpus)
     engines = list(range(engine.num_engines))
-    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus > 0, *store)
+    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus, *store)
     started = run.ask(run.trainers, "setup", *store, dtype, engine.num_engines) + started
     log.phase(f"trainer: {run.get(started, 'start-up', deadline.start_timeout_s)[0]}")
     run.probe_ids = load_tokenizer(model_path).encode(PROBE_TEXT)
@@ -680,18 +697,18 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
 
 
 def check_flags(args: Args) -> int:
-    """Refuses what cannot work, before anything starts, and fills in --critic-lr. Returns the number of
-    training tasks."""
+    """Refuses what cannot work, before anything starts, and fills in --correction-cap and --critic-lr.
+    Returns the number of training tasks."""
     checks.check_ranges(args)
+    args.correction_cap = checks.correction_cap(args.correction, args.correction_cap)
     checks.check_minibatches(args.prompts_per_step, args.minibatches)
     checks.check_shared(args.engine, args.parallel, args.data, args.save, args.debug, args.log)
     default_lr = 1e-3 if args.model == "tiny" else 1e-5
     args.critic_lr = default_lr if args.critic_lr is None else args.critic_lr
     rollouts = args.prompts_per_step * args.group_size // args.minibatches
     checks.check_ranks(args.parallel.num_trainers, rollouts)
-    return checks.check_tasks(
-        args.model, args.env, args.eval_env, args.data, args.engine, args.max_new_tokens
-    )
+    environments = (args.model, args.env, args.eval_env, args.data)
+    return checks.check_tasks(*environments, args.engine, args.max_new_tokens)
 
 
 # [shared:main]
@@ -720,6 +737,7 @@ def main(args: Args) -> None:
     args.lr = args.lr if args.lr is not None else (1e-3 if args.model == "tiny" else 1e-6)
     if args.data.data_epochs:
         args.max_steps = min(args.max_steps, -(-args.data.data_epochs * num_tasks // args.prompts_per_step))
+    checks.check_replay(args.debug.replay_rollouts, args.max_steps)
     sizes = (args.prompts_per_step, args.group_size, args.minibatches, args.epochs, args.max_steps)
     plan = f"{batch_plan(*sizes, num_tasks)}\nlr: {args.lr:g}"
     if args.debug.dry_run:
@@ -806,4 +824,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    checks.run(main, tyro.cli(Args))
+    checks.run(main, checks.parse(Args))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn, get_type_hints
 
 import torch
+import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
 from common.env import EnvFlags
@@ -32,6 +33,17 @@ def refuse(error: Exception) -> NoReturn:
     """Prints `error` as one line on stderr and exits with code 2."""
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(2)
+
+
+def parse(args_class, command_line: list[str] | None = None):
+    """The command line (default: this program's) as `args_class`. To refuse an unknown flag is the parser's
+    part; here is the reason where one is left out on purpose."""
+    command_line = sys.argv[1:] if command_line is None else command_line
+    flags = {argument.partition("=")[0].replace("_", "-") for argument in command_line}
+    for flag in sorted(flags & {"--top-p", "--top-k", "--min-p"}):
+        why = "the trainer's log-probs are over all tokens; a truncated sampler makes importance ratios wrong"
+        refuse(FlagError(f"{flag}: {why}; leave it out and use --temperature"))
+    return tyro.cli(args_class, args=command_line)
 
 
 def run(main, args) -> None:
@@ -109,6 +121,19 @@ def check_group_size(group_size: int) -> None:
         )
 
 
+def correction_cap(correction: str, cap: float | None) -> float:
+    """`cap`, or the default of a correction. Refuses one that no rollout could pass.
+
+    1.05: the mean of a stale and short rollout is off by a few percent. 5e-3: FlashREINFORCE's delta.
+    """
+    cap = {"seq-mask": 1.05, "kl-gate": 5e-3}.get(correction, 2.0) if cap is None else cap
+    if correction == "kl-gate" and not cap > 0:
+        raise FlagError(f"--correction-cap {cap}: kl-gate's KL must be above 0; use 5e-3 or leave it out")
+    if correction != "kl-gate" and not cap >= 1:
+        raise FlagError(f"--correction-cap {cap}: {correction}'s ratio must be at least 1; use 1 or more")
+    return cap
+
+
 def check_minibatches(prompts_per_step: int, minibatches: int) -> None:
     """Refuses minibatches that would hold different numbers of prompt groups."""
     if minibatches < 1 or prompts_per_step % minibatches:
@@ -174,6 +199,13 @@ def check_shared(engine, parallel, data, save, debug, log) -> None:
     if debug.eval_only and save.resume:
         raise FlagError("--eval-only --resume: give the checkpoint's folder as --model instead")
     check_files(save, log)
+
+
+def check_replay(folder: str | None, steps: int) -> None:
+    """Refuses to replay more steps than were recorded."""
+    if folder and not Path(folder, f"step_{steps - 1:06}.jsonl").exists():
+        there = len(list(Path(folder).glob("step_*.jsonl")))
+        raise FlagError(f"--replay-rollouts {folder}: has {there} of {steps} steps; use --max-steps {there}")
 
 
 def check_files(save, log) -> None:

@@ -44,9 +44,7 @@ def read_rollouts(folder: str, step: int) -> list[Rollout]:
     """What `dump_rollouts` wrote. Raises FileNotFoundError if the step was not recorded."""
     dtypes = {"token_ids": np.int32, "action_mask": bool, "logprobs": np.float32, "versions": np.int32}
     rollouts = []
-    if not (path := Path(folder, f"step_{step:06}.jsonl")).exists():
-        raise FileNotFoundError(f"--replay-rollouts {folder}: has no step {step}; use --max-steps {step}")
-    for line in path.read_text().splitlines():
+    for line in Path(folder, f"step_{step:06}.jsonl").read_text().splitlines():
         record = json.loads(line)
         for segment in record["segments"]:
             segment |= {name: np.array(segment[name], dtype) for name, dtype in dtypes.items()}
@@ -66,15 +64,12 @@ def traced(path: str | None):
     profile.export_chrome_trace(path)
 
 
-def batch_plan(
-    prompts: int, group_size: int, minibatches: int, epochs: int, max_steps: int, num_tasks: int
-) -> str:
+def batch_plan(prompts: int, group_size: int, minibatches: int, epochs: int, steps: int, tasks: int) -> str:
     """The arithmetic of a run, in three lines. `prompts` a step."""
     rollouts, updates = prompts * group_size, minibatches * epochs
     return (
         f"a step: {prompts} prompts x {group_size} = {rollouts} rollouts\n"
         f"updates: {epochs} epochs x {minibatches} minibatches of {rollouts // minibatches} rollouts = "
-        f"{updates} a step, {max_steps * updates} in {max_steps} steps\n"
-        f"data: {max_steps * prompts} prompts, {max_steps * prompts / num_tasks:.3g} passes over "
-        f"{num_tasks} training tasks"
+        f"{updates} a step, {steps * updates} in {steps} steps\n"
+        f"data: {steps * prompts} prompts, {steps * prompts / tasks:.3g} passes over {tasks} training tasks"
     )

@@ -39,12 +39,8 @@ class LogprobHead:
         size = max(1, CHUNK_BYTES // (4 * len(self.head.weight)))
         parts = []
         for start in range(0, len(targets), size):
-            chunk = (
-                hidden[start : start + size],
-                self.head.weight,
-                self.head.bias,
-                targets[start : start + size],
-            )
+            part = slice(start, start + size)
+            chunk = hidden[part], self.head.weight, self.head.bias, targets[part]
             if len(targets) <= size:
                 parts.append(chunk_logprobs(*chunk, self.temperature))
             else:  # only the last chunk's logits would be needed again: recompute each in the backward pass

@@ -141,6 +141,12 @@ def advice(row: dict, rollouts: list[Rollout], drops: dict, group_size: int, max
             "task is too hard or too easy. Change it, give partial credit, warm up by algos/sft.py, or "
             f"raise --group-size (now {group_size}) or --temperature"
         )
+    # of weights around 1, an effective size below a tenth takes one above 10; else most were dropped
+    if row.get("is/ess", 1.0) < 0.1 and row["is/max_weight"] > 10:
+        found["few tokens weigh"] = (
+            f"a few tokens outweigh all others (largest weight {row['is/max_weight']:.3g}, effective sample "
+            f"size {row['is/ess']:.2g} of the tokens): bound a token by --max-weight, or by --correction tis"
+        )
     if row["rollout/truncated_frac"] > 0.5:
         found["truncated"] = (
             f"{row['rollout/truncated_frac']:.0%} of the rollouts were cut off: raise --max-new-tokens "

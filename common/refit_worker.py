@@ -57,56 +57,80 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, info: InitInfo) -> None:
         store = refit.connect_store(info.host, info.port, info.timeout_s)
-        rank = info.first_rank + self.parallel_config.rank
-        self.group = refit.join_group(store, rank, info.world_size, "gloo", info.timeout_s)
+        rank, self.device = info.first_rank + self.parallel_config.rank, torch.device(self.device)
+        self.wire = refit.Wire(store, rank, info.world_size, self.device, info.timeout_s)
         self.mode: str | None = None  # "plan" or "reload", decided by the gate
         self.plan: dict[str, list[Copy]] = {}
-        self.entries: list[Entry] = []
+        self.places: dict[int, tuple] = {}  # the plan as lists of views, by bucket
+        self.received: dict[str, int] = {}  # checksums of tensors, for the reload alone
         self.report: dict = {}
+        self.poisoned = False
 
     def start_weight_update(self) -> None:
+        if self.poisoned:
+            raise RefitError("this engine failed a refit before, and nobody knows what it holds")
+        self.poisoned = True  # until all checks have passed
         self.reloading = self.mode == "reload"  # not yet at the gate, which runs its own reload
         if self.reloading:
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, info: UpdateInfo) -> None:
+        header = self.wire.receive_object()
         start = time.monotonic()
-        header = refit.receive_object(self.group)
         if header["version"] != info.version:
             raise RefitError(f"expected weights of version {info.version}, got {header['version']}")
-        entries = [Entry(**entry) for entry in header["entries"]]
-        if self.mode is not None and entries != self.entries:
-            raise RefitError("the trainer's parameters are not those of the first refit")
-        self.entries, self.checksums = entries, header["checksums"]
-        by_bucket: list[list[Entry]] = [[] for _ in header["sizes"]]
-        for entry in entries:
-            by_bucket[entry.bucket].append(entry)
-        received = []
-        for size, members in zip(header["sizes"], by_bucket, strict=True):
-            bucket = torch.empty(size, dtype=torch.uint8)
-            refit.broadcast(self.group, bucket)
-            tensors = [(entry.name, entry.view(bucket).to(self.device)) for entry in members]
-            if self.mode is None:
-                received += tensors
-            else:
-                self._load(tensors)
         if self.mode is None:
-            self._gate(received)
+            self.members = refit.by_bucket([Entry(**entry) for entry in header["entries"]])
+            self.sizes = header["sizes"]
+            self.wire.map(self.sizes, header["handles"])
+            self._gate()
+        else:
+            self._receive(self._place if self.mode == "plan" else self._reload)
         dtype = str(self.model_config.dtype).removeprefix("torch.")
-        self.report = {"mode": self.mode, "dtype": dtype, "receive_s": time.monotonic() - start}
+        self.report = {"mode": self.mode, "transport": self.wire.transport, "dtype": dtype}
+        self.report["receive_s"] = time.monotonic() - start
 
-    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        if self.mode == "reload":
-            self.model.load_weights(tensors)
-            return
-        for name, tensor in tensors:
-            for copy in self.plan[name]:
-                copy.destination.copy_(copy.source(tensor))
+    def _receive(self, load) -> None:
+        """`load(index, bucket)` for every bucket, after which the bits in it must be those that were sent."""
+        hashes, self.differ = [], []
+        for index, bucket in self.wire.receive(self.sizes):
+            load(index, bucket)
+            hashes.append(refit.hash_words(bucket.view(torch.int32)))
+        sent = self.wire.receive_object()["checksums"]
+        self.wire.finish()
+        for members, ours, theirs in zip(self.members, torch.stack(hashes).tolist(), sent, strict=True):
+            if ours != theirs:
+                names = " ... ".join(dict.fromkeys([members[0].name, members[-1].name]))
+                raise RefitError(f"checksum of {names}: the engine holds other bits than were sent")
+        if self.differ and bool(torch.stack(self.differ).any()):
+            raise RefitError("the places that a weight was copied to differ")
+
+    def _learn(self, index: int, bucket: torch.Tensor) -> None:
+        """Loads through the model's own loader, and records where it put what."""
+        tensors = [(entry.name, entry.view(bucket)) for entry in self.members[index]]
+        try:
+            self.plan |= refit.learn_plan(self.model.load_weights, tensors)
+        except (KeyError, ValueError) as error:
+            raise RefitError(f"the engine does not know a name that the trainer sent: {error}") from error
+
+    def _place(self, index: int, bucket: torch.Tensor) -> None:
+        if index not in self.places:
+            self.places[index] = refit.copies_of(self.plan, self.members[index], bucket)
+        self.differ += refit.place(*self.places[index])
+
+    def _reload(self, index: int, bucket: torch.Tensor) -> None:
+        """Through vLLM's layer-wise reload, which keeps tensors until their layer is whole."""
+        tensors = [(entry.name, entry.view(bucket).clone()) for entry in self.members[index]]
+        self.received |= {name: checksum(tensor) for name, tensor in tensors}
+        self.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
         if self.reloading:
             self._finish_reload()
-        self._check_resident()
+        entries = [entry for members in self.members for entry in members]
+        checked = sum(map(self._check_resident, entries)) if self.mode == "reload" else len(entries)
+        self.report |= {"checked_tensors": checked, "tensors": len(entries)}
+        self.poisoned = False
 
     def _finish_reload(self) -> None:
         """With two packings that vLLM 0.32 makes at the first load only: a tied head and experts on CPU."""
@@ -119,34 +143,32 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
             if kernel is not None:
                 kernel.fused_experts.process_weights_after_loading(module)
 
-    def _check_resident(self) -> None:
-        """The bits that the engine now holds are those that the trainer hashed.
+    def _check_resident(self, entry: Entry) -> bool:
+        """After a reload: whether this tensor could be read back. Raises RefitError if it has other bits.
 
-        Under the reload, layers whose kernels repack their weights can't be read back; the probe covers them.
+        Where a kernel repacked it, it can't be, nor where it is spread over ranks; the probe covers those.
         """
         live = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
-        checked = 0
-        for entry, expected in zip(self.entries, self.checksums, strict=True):
-            copies = self.plan.get(entry.name, [])
-            if entry.name in self.repacked or any(
-                copy.destination.untyped_storage().data_ptr() not in live for copy in copies
-            ):
-                continue
-            like = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=self.device)
-            if checksum(refit.read_back(copies, like)) != expected:
-                raise RefitError(f"checksum of {entry.name}: the engine holds other bits than were sent")
-            checked += 1
-        self.report |= {"checked_tensors": checked, "tensors": len(self.entries)}
+        copies, held = (
+            self.plan[entry.name],
+            torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=self.device),
+        )
+        storages = {copy.destination.untyped_storage().data_ptr() for copy in copies}
+        whole = sum(copy.destination.numel() for copy in copies) == held.numel()
+        if entry.name in self.repacked or not storages <= live or not whole:
+            return False
+        for copy in copies:
+            copy.source(held).copy_(copy.destination)
+        if checksum(held) != self.received[entry.name]:
+            raise RefitError(f"checksum of {entry.name}: the engine holds other bits than were sent")
+        return True
 
-    def _gate(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Loads the engine's own weights again, by the plan or else by the reload: no bit may change."""
+    def _gate(self) -> None:
+        """Loads the engine's own weights again, twice: learning the plan, then by the plan or else by the
+        reload. No bit may change."""
         parameters = dict(self.model.named_parameters())
         before = self._state_checksums()
-        self.repacked: set[str] = set()
-        try:
-            self.plan = refit.learn_plan(self.model.load_weights, tensors)
-        except (KeyError, ValueError) as error:
-            raise RefitError(f"the engine does not know a name that the trainer sent: {error}") from error
+        self._receive(self._learn)
         padding = {
             f"{name}.weight": module.shard_indices.num_org_elements
             for name, module in self.model.named_modules()
@@ -154,19 +176,19 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         }
         refit.check_coverage(self.plan, parameters, padding)
         changed = self._changed(before)
-        self.mode = "plan"
+        storages = {parameters[n].untyped_storage().data_ptr() for n in changed if n in parameters}
+        self.repacked = {
+            name
+            for name, copies in self.plan.items()
+            if any(copy.destination.untyped_storage().data_ptr() in storages for copy in copies)
+        }
+        self.mode = "reload" if changed else "plan"
         if changed:
-            self.mode = "reload"
-            tensors_changed = [parameters[name] for name in changed if name in parameters]
-            storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_changed}
-            for name, copies in self.plan.items():
-                if any(copy.destination.untyped_storage().data_ptr() in storages for copy in copies):
-                    self.repacked.add(name)
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(tensors)
-            self._finish_reload()
-            changed = self._changed(before)
+        self._receive(self._reload if changed else self._place)
         if changed:
+            self._finish_reload()
+        if changed := self._changed(before):
             raise RefitError(f"gate: sending the engine its own weights changed {', '.join(changed)}")
 
     def _state_checksums(self) -> dict[str, int]:
@@ -178,7 +200,7 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
     def shutdown(self) -> None:
-        self.group = None
+        self.wire = None
 
 
 WeightTransferEngineFactory.register_engine("instar", TransferEngine)

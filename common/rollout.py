@@ -22,10 +22,11 @@ class EngineFlags:
     max_in_flight: Annotated[int, Ge(1)] = 16
     """Prompt groups that one engine works on at a time. Raise it while the engine waits, with
     --max-staleness."""
-    kv_cache_gb: Annotated[float, Gt(0)] = 0.25
-    """KV cache of one engine in GiB on a CPU. Raise it for longer contexts or more in flight."""
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.8
-    """Share of its GPU's memory that an engine may use."""
+    kv_cache_gb: Annotated[float | None, Gt(0)] = None
+    """KV cache of one engine in GiB. Default: 0.25 on a CPU, on a GPU what --gpu-memory-utilization leaves.
+    Raise it for longer contexts or more in flight."""
+    gpu_memory_utilization: Annotated[float | None, Gt(0), Le(1)] = None
+    """Share of its GPU's memory that an engine may use. Default: 0.85, or 0.4 beside a trainer."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and compute of the engine: float32, bfloat16, or auto (that of the checkpoint)."""
 
@@ -43,7 +44,7 @@ class Completion:
 class Engine:
     """vLLM's AsyncLLM with final outputs only. Build it inside a running event loop, then await `start`."""
 
-    def __init__(self, model_path: str, dtype: str, seed: int, flags: EngineFlags, on_gpu: bool):
+    def __init__(self, model_path: str, dtype: str, seed: int, flags: EngineFlags, gpus: float):
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
         from vllm import AsyncEngineArgs, SamplingParams
@@ -53,9 +54,9 @@ class Engine:
 
         # decode graphs without torch.compile: half the start-up, and decoding is what a rollout does
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        device = {"gpu_memory_utilization": flags.gpu_memory_utilization, "compilation_config": graphs}
-        if not on_gpu:
-            device = {"kv_cache_memory_bytes": int(flags.kv_cache_gb * 2**30), "enforce_eager": True}
+        share = flags.gpu_memory_utilization or (0.85 if gpus == 1 else 0.4)
+        on_gpu = {"gpu_memory_utilization": share, "compilation_config": graphs, "moe_backend": "triton"}
+        kv_cache_gb = flags.kv_cache_gb or (None if gpus else 0.25)
         self.llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=model_path,
@@ -67,7 +68,8 @@ class Engine:
                 weight_transfer_config=WeightTransferConfig(backend="instar"),
                 worker_extension_cls="common.refit_worker.WorkerExtension",
                 disable_log_stats=True,
-                **device,
+                kv_cache_memory_bytes=kv_cache_gb and int(kv_cache_gb * 2**30),
+                **(on_gpu if gpus else {"enforce_eager": True}),
             )
         )
         self.make_sampling, self.final_only = SamplingParams, RequestOutputKind.FINAL_ONLY

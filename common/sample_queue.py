@@ -15,21 +15,27 @@ import ray
 
 from common.sample import RecordError, Rollout
 
-INLINE_BYTES = 64 << 10  # a smaller group travels in the call itself, a larger one as an object reference
+PIECE_BYTES = 64 << 10  # Ray sends arguments below 100 KiB with the call, others through its object store
+INLINE_BYTES = 256 << 10  # a larger group is put there once, and a reference goes through the queue
 
 
 class QueueClosed(RuntimeError):
     """The run is over; the message says why."""
 
 
-def pack_group(group: list[Rollout]) -> bytes | list[ray.ObjectRef]:
-    """A group for the way through the queue, which never opens it. Both ends are processes of this run."""
+def pack_group(group: list[Rollout]) -> list:
+    """A group as `put_and_next` takes it: the newest version that sampled one of its tokens, and the pieces
+    in which it goes through the queue, which never opens them. Both ends are processes of this run."""
+    newest = max(int(segment.versions.max()) for rollout in group for segment in rollout.segments)
     data = pickle.dumps(group, protocol=5)
-    return data if len(data) <= INLINE_BYTES else [ray.put(data)]
+    if len(data) > INLINE_BYTES:
+        return [newest, [ray.put(data)]]  # in a list: Ray would fetch a bare reference for the queue
+    return [newest, *(data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))]
 
 
-def unpack_group(packed: bytes | list[ray.ObjectRef]) -> list[Rollout]:
-    return pickle.loads(packed if isinstance(packed, bytes) else ray.get(packed[0]))
+def unpack_group(pieces: tuple[bytes | list[ray.ObjectRef], ...]) -> list[Rollout]:
+    by_reference = isinstance(pieces[0], list)
+    return pickle.loads(ray.get(pieces[0][0]) if by_reference else b"".join(pieces))
 
 
 class SampleQueue:
@@ -40,14 +46,7 @@ class SampleQueue:
     that were not trained are handed out again. Nothing is admitted before the first refit.
     """
 
-    def __init__(
-        self,
-        groups_per_step: int,
-        max_staleness: int,
-        order: str,
-        first_version=0,
-        progress: dict | None = None,
-    ):
+    def __init__(self, groups_per_step: int, max_staleness: int, order: str, first_version=0, progress=None):
         progress = progress or {"next_ticket": 0, "again": []}
         self.groups_per_step, self.max_staleness, self.order = groups_per_step, max_staleness, order
         self.version, self.first_version = -1, first_version
@@ -58,7 +57,7 @@ class SampleQueue:
         self.drops: dict[str, tuple[int, str]] = {}  # by reason: how many, the last one's detail
         self.running: dict[int, float] = {}  # ticket -> start time
         self.closed: str | None = None
-        self.changed = asyncio.Condition()
+        self.changed = asyncio.Event()
 
     def _may_start(self) -> bool:
         """`k // P <= version + max_staleness` for the next ticket, k counted without the dropped ones."""
@@ -66,14 +65,11 @@ class SampleQueue:
         return self.version >= 0 and step <= self.version + self.max_staleness
 
     async def _wait_until(self, condition) -> None:
-        async with self.changed:
-            await self.changed.wait_for(lambda: self.closed is not None or condition())
+        while self.closed is None and not condition():
+            self.changed.clear()
+            await self.changed.wait()
         if self.closed is not None:
             raise QueueClosed(self.closed)
-
-    async def _notify(self) -> None:
-        async with self.changed:
-            self.changed.notify_all()
 
     async def next_ticket(self) -> int:
         """The next ticket, as soon as admission allows its group to start. Raises QueueClosed at the run's
@@ -92,7 +88,12 @@ class SampleQueue:
         self.running.pop(ticket, None)
         self.finished[ticket] = group
         self.drops_in_a_row = 0
-        await self._notify()
+        self.changed.set()
+
+    async def put_and_next(self, ticket: int, max_version: int, *pieces) -> int:
+        """`put` and then `next_ticket`, so that a group costs one call."""
+        await self.put(ticket, pieces, max_version)
+        return await self.next_ticket()
 
     async def drop(self, ticket: int, reason: str, detail: str = "") -> None:
         """A group that will not be trained. It hands its allowance back, else the loop would run dry.
@@ -107,7 +108,7 @@ class SampleQueue:
         if self.drops_in_a_row == 3 * self.groups_per_step:
             last = f"{reason}: {detail.strip().splitlines()[-1]}" if detail.strip() else reason
             await self.close(f"{self.drops_in_a_row} groups in a row were dropped, the last for {last}")
-        await self._notify()
+        self.changed.set()
 
     def _next_batch(self) -> list[int] | None:
         """The tickets of the next step, or None while they are not all there."""
@@ -125,8 +126,7 @@ class SampleQueue:
         if self.version != step:
             raise RuntimeError(f"step {step} at version {self.version}: a refit is missing")
         await self._wait_until(lambda: self._next_batch() is not None)
-        tickets = self._next_batch()
-        groups = [(ticket, self.finished.pop(ticket)) for ticket in tickets]
+        groups = [(ticket, self.finished.pop(ticket)) for ticket in self._next_batch()]
         drops, self.drops = self.drops, {}
         return groups, drops
 
@@ -136,12 +136,12 @@ class SampleQueue:
         if version not in allowed:
             raise RuntimeError(f"version {self.version} cannot become {version}")
         self.version = version
-        await self._notify()
+        self.changed.set()
 
     async def close(self, reason: str) -> None:
         """Every waiting and every later call raises QueueClosed: nothing hangs on a run that has ended."""
         self.closed = self.closed or reason
-        await self._notify()
+        self.changed.set()
 
     async def state(self) -> str:
         """What the run waits for, for messages."""
@@ -151,7 +151,5 @@ class SampleQueue:
 
     async def progress(self) -> dict:
         """Where the data stands once the running step is trained, for `SampleQueue(progress=...)`."""
-        return {
-            "next_ticket": self.next_ticket_number,
-            "again": sorted([*self.running, *self.finished, *self.again]),
-        }
+        again = sorted([*self.running, *self.finished, *self.again])
+        return {"next_ticket": self.next_ticket_number, "again": again}

@@ -104,8 +104,8 @@ def args_for(num_trainers: int, minibatches: int, micro_batch_tokens: int = 100)
 )
 def test_minibatches_keep_a_rollout_whole_and_know_their_tokens(lengths, num_ranks, minibatches):
     rollouts = [[row(name, length) for length in segments] for name, segments in enumerate(lengths, 1)]
-    shares = make_minibatches(rollouts, args_for(num_ranks, minibatches), step=3)
-    assert len(shares) == num_ranks
+    shares, nums_rollouts = zip(*make_minibatches(rollouts, args_for(num_ranks, minibatches), step=3))
+    assert nums_rollouts == (len(rollouts),) * num_ranks
     assert len({len(share) for share in shares}) == 1, "each minibatch is an optimizer step of all ranks"
     owners, total = {}, 0
     for number in range(len(shares[0])):
@@ -113,6 +113,7 @@ def test_minibatches_keep_a_rollout_whole_and_know_their_tokens(lengths, num_ran
         tokens = 0
         for batch in (batch for share in shares for batch in share[number][0]):
             tokens += int(batch["action_mask"].sum())
+            assert (batch["rollout_index"] == batch["advantage"] - 1).all(), "a row knows its rollout"
             for name, mask in zip(batch["advantage"], batch["action_mask"]):
                 if mask.any():
                     owners.setdefault(int(name), set()).add(number)
@@ -125,7 +126,7 @@ def test_minibatches_keep_a_rollout_whole_and_know_their_tokens(lengths, num_ran
 
 def test_fewer_valid_rollouts_than_minibatches_make_fewer_optimizer_steps():
     # --late drop can leave a single rollout of a step
-    shares = make_minibatches([[row(1, 5)]], args_for(2, 4), step=0)
+    shares = [share for share, _ in make_minibatches([[row(1, 5)]], args_for(2, 4), step=0)]
     assert [len(share) for share in shares] == [1, 1]
     tokens = sum(int(batch["action_mask"].sum()) for share in shares for batch in share[0][0])
     assert tokens == 4 and [share[0][1] for share in shares] == [4, 4]
@@ -135,7 +136,7 @@ def test_minibatches_are_shuffled_by_seed_and_step():
     rollouts = [[row(name, 3)] for name in range(1, 17)]
 
     def first_minibatch(step: int) -> list[int]:
-        (share,) = make_minibatches(rollouts, args_for(1, 4), step)
+        ((share, _),) = make_minibatches(rollouts, args_for(1, 4), step)
         return sorted(int(name) for batch in share[0][0] for name in batch["advantage"])
 
     assert first_minibatch(0) == first_minibatch(0) != first_minibatch(1)

@@ -130,6 +130,13 @@ CASES = {
     "a word of the user's": ({}, [rollout("late", error="")], {}, {"late": ["late"]}),
     "equal rewards": ({"reward/zero_std_group_frac": 1.0}, [rollout()], {},
                       {"equal rewards": ["mean 0.25", "--group-size", "now 8", "--temperature"]}),
+    "a weight of 1e5 among 1e4 of 1": (
+        # (1e4 + 1e5)^2 / (1e4 (1e4 + 1e10)) = .000121
+        {"is/ess": 0.000121, "is/max_weight": 1e5}, [rollout()], {},
+        {"few tokens weigh": ["1e+05", "0.00012", "--max-weight", "--correction tis"]},
+    ),
+    "a weight of 100 among 1e4 of 1": ({"is/ess": 0.51, "is/max_weight": 100.0}, [rollout()], {}, {}),
+    "most tokens dropped, the others at 1": ({"is/ess": 0.05, "is/max_weight": 1.9}, [rollout()], {}, {}),
     "cut off": ({"rollout/truncated_frac": 0.75}, [rollout()], {},
                 {"truncated": ["75%", "--max-new-tokens", "now 16"]}),
 }  # fmt: skip

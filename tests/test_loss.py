@@ -6,9 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from algos import grpo, ppo
 from algos.grpo import (
     Args,
     Trainer,
@@ -16,6 +17,7 @@ from algos.grpo import (
     kl_loss,
     make_minibatches,
     make_rows,
+    mark_kept,
     mark_late,
     policy_loss,
 )
@@ -165,6 +167,139 @@ def test_single_precision_stays_finite(batch):
     assert loss.dtype == torch.float32 and torch.isfinite(loss) and torch.isfinite(logprobs.grad).all()
 
 
+# --- Corrections that keep or reject a whole rollout
+
+LOG_2 = math.log(2)
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """The sum over ranks is that of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+        yield
+
+
+def gated_batch(log_ratios, owners, masks=None, mu=-1.0) -> dict:
+    """A micro-batch whose rows belong to the rollouts `owners`; old is mu + log ratio."""
+    log_ratio = tensor(log_ratios)
+    mask = torch.ones_like(log_ratio).bool() if masks is None else torch.tensor(masks)
+    logprobs = torch.nn.functional.pad(torch.full_like(log_ratio, mu), (1, 0), value=math.nan)
+    return {"logprobs": logprobs, "old_logprobs": log_ratio + mu, "mask": mask,
+            "rollout_index": torch.tensor(owners)}  # fmt: skip
+
+
+def test_the_geometric_mean_of_a_whole_rollout_decides(one_rank):
+    # rollout 0: ratios 4, 1/2 in one row and 1/2 in another: 4 / 4 = 1. 1: 2, 2. 2: 1/2. 3: 4, 1: mean 2
+    first = gated_batch([[2 * LOG_2, -LOG_2], [LOG_2, LOG_2]], [0, 1])
+    second = gated_batch([[-LOG_2, math.nan], [-LOG_2, math.nan], [2 * LOG_2, 0.0]], [0, 2, 3],
+                         [[True, False], [True, False], [True, True]])  # fmt: skip
+    for cap, kept in ((1.01, {0}), (1.99, {0}), (2.01, {0, 1, 2, 3}), (math.inf, {0, 1, 2, 3})):
+        mark_kept([first, second], 4, "seq-mask", cap)
+        assert first["kept"].tolist() == [index in kept for index in (0, 1)], cap
+        assert second["kept"].tolist() == [index in kept for index in (0, 2, 3)], cap
+    mark_kept([first, second], 4, "seq-mask", 1.5)
+    weights = importance_weights(
+        tensor([[2 * LOG_2, -LOG_2], [LOG_2, LOG_2]]), "seq-mask", 1.5, first["kept"]
+    )
+    torch.testing.assert_close(weights, tensor([[4.0, 0.5], [0.0, 0.0]]))  # the kept have their raw ratios
+
+
+def test_the_mean_kl_of_a_whole_rollout_decides(one_rank):
+    # p 1/2, q 1/4: (ln 2 + ln(2/3)) / 2 = .143841. Rollout 0 has it once in three tokens, rollout 1 always
+    halves = gated_batch([[-LOG_2, 0.0], [-LOG_2, -LOG_2]], [0, 1], mu=-LOG_2)
+    rest = gated_batch([[0.0, -1000.0]], [0], [[True, False]], mu=-LOG_2)
+    for cap, kept in ((0.047, [False, False]), (0.048, [True, False]), (0.1438, [True, False]),
+                      (0.1439, [True, True])):  # fmt: skip
+        mark_kept([halves, rest], 2, "kl-gate", cap)
+        assert halves["kept"].tolist() == kept and rest["kept"].tolist() == kept[:1], cap
+
+
+@pytest.mark.parametrize("gated", ["seq-mask", "kl-gate"])
+def test_a_rollout_with_a_nan_is_kept_so_that_it_stops_the_run(one_rank, gated):
+    batch = gated_batch(
+        [[math.nan, 9.0], [9.0, 9.0], [9.0, 9.0]], [0, 1, 2], [[True] * 2, [True] * 2, [False] * 2]
+    )
+    mark_kept([batch], 3, gated, 1.0 if gated == "seq-mask" else 1e-3)
+    assert batch["kept"].tolist() == [True, False, True]
+    log_ratio = torch.where(batch["mask"], batch["old_logprobs"] + 1.0, 0.0)
+    weights = importance_weights(log_ratio, gated, 1.0, batch["kept"])
+    assert weights[0].isnan().any() and weights[1].tolist() == [0.0, 0.0]
+
+
+def oracle_kl(mu_logprob: float, logprob: float) -> float:
+    p, q = (min(max(math.exp(min(x, 0.0)), 1e-6), 1 - 1e-6) for x in (mu_logprob, logprob))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+@st.composite
+def gated_rows(draw):
+    """Rows [(rollout, [(log mu, log old, log pi - log old, used)], A)] and two ways to cut them."""
+    num_rows, tokens, num_rollouts = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    old = st.one_of(st.floats(-3, -0.1), st.sampled_from([-1000.0, -1e-9]))
+    token = st.tuples(st.floats(-3, -0.1), old, LOG_RATIOS, st.booleans())
+    row = st.tuples(st.integers(0, num_rollouts - 1), st.lists(token, min_size=tokens, max_size=tokens),
+                    st.floats(-3, 3), st.booleans())  # fmt: skip
+    rows = [(owner, [(*t[:3], t[3] and not empty) for t in row_tokens], advantage)
+            for owner, row_tokens, advantage, empty in draw(st.lists(row, min_size=num_rows, max_size=num_rows))]  # fmt: skip
+    cuts = draw(st.lists(st.integers(0, 2), min_size=num_rows, max_size=num_rows))
+    return rows, num_rollouts, (cuts, [0] * num_rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    gated_rows(),
+    st.sampled_from([("seq-mask", 1.05), ("seq-mask", 2.0), ("kl-gate", 5e-3), ("kl-gate", 0.1)]),
+)
+def test_a_gated_loss_and_its_gradient_equal_the_formula_however_they_are_cut(one_rank, batch, gated):
+    (rows, num_rollouts, splits), (correction, cap) = batch, gated
+    means = []
+    for index in range(num_rollouts):
+        used = [t for owner, row, _ in rows if owner == index for t in row if t[3]]
+        scores = [old - mu if correction == "seq-mask" else oracle_kl(mu, old) for mu, old, _, _ in used]
+        means.append(sum(scores) / max(len(scores), 1))
+    bound = math.log(cap) if correction == "seq-mask" else cap
+    assume(all(abs(abs(mean) - bound) > 1e-5 for mean in means))  # the KL is in fp32
+    value, dropped, expected = 0.0, 0, torch.zeros(len(rows), len(rows[0][1]), dtype=F64)
+    for b, (owner, row, advantage) in enumerate(rows):
+        for t, (mu, old, log_ratio, used) in enumerate(row):
+            weight = math.exp(min(max(old - mu, -20.0), 20.0)) if abs(means[owner]) <= bound else 0.0
+            if used:
+                token, expected[b, t] = oracle(log_ratio, weight, advantage, 0.2, 0.28)
+                value, dropped = value + token, dropped + (weight == 0)
+    mask = torch.tensor([[t[3] for t in row] for _, row, _ in rows])
+    mu, old, log_ratio = (torch.where(mask, tensor([[t[i] for t in row] for _, row, _ in rows]), math.nan)
+                          for i in range(3))  # fmt: skip
+    for split in splits:
+        logprobs = (old + log_ratio).requires_grad_()
+        parts = [[b for b, number in enumerate(split) if number == part] for part in sorted(set(split))]
+        batches = [{"logprobs": torch.nn.functional.pad(mu[part], (1, 0)), "old_logprobs": old[part],
+                    "mask": mask[part], "rollout_index": torch.tensor([rows[b][0] for b in part])}
+                   for part in parts]  # fmt: skip
+        mark_kept(batches, num_rollouts, correction, cap)
+        total, zeros = 0.0, 0
+        for part, cut in zip(parts, batches):
+            log_weight = torch.where(mask[part], old[part] - mu[part], 0.0)
+            weights = importance_weights(log_weight, correction, cap, cut["kept"])
+            advantages = tensor([rows[b][2] for b in part])
+            loss, _ = policy_loss(logprobs[part], old[part], weights, advantages, mask[part], 0.2, 0.28)
+            loss.backward()
+            total, zeros = total + loss.item(), zeros + int((weights[mask[part]] == 0).sum())
+        assert total == pytest.approx(value, rel=1e-9, abs=1e-9) and zeros == dropped
+        torch.testing.assert_close(logprobs.grad, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("correction, cap", [("tis", 2.0), ("icepop", 2.0), ("clip", 2.0), ("none", 2.0),
+                                             ("seq-mask", 1.05), ("kl-gate", 5e-3)])  # fmt: skip
+def test_each_correction_has_a_cap_of_its_own(tmp_path, correction, cap):
+    for module in (grpo, ppo):
+        for asked, expected in ((None, cap), (1.5, 1.5)):
+            args = module.Args(correction=correction, correction_cap=asked)
+            args.log.output_dir = str(tmp_path / "run")
+            module.check_flags(args)
+            assert args.correction_cap == expected
+
+
 # --- One effective mask
 
 
@@ -273,7 +408,7 @@ def toy_model() -> TableLM:
 
 def ranks_after_a_step(rows, num_ranks: int, micro_batch_tokens: int, model=None, **flags):
     """Trains on fake ranks one after the other: gradients averaged as FSDP does, merged sums, peaks."""
-    args = Args(max_grad_norm=1e9, **flags)
+    args = Args(max_grad_norm=1e9, **{"correction_cap": 2.0} | flags)
     args.parallel.num_trainers, args.parallel.micro_batch_tokens = num_ranks, micro_batch_tokens
     trainers, results = [], []
     for rank, share in enumerate(make_minibatches(rows, args, step=0)):

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from algos.ppo import (
-    BLOCK,
     Args,
     Trainer,
     check_flags,
-    discounted_sums,
     explained_variance,
     gae,
     make_minibatches,
@@ -116,7 +114,7 @@ DECAYS = [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.9, 0.0), (0.0, 0.5), (0.5, 1.
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gae_equals_a_loop_on_any_ragged_batch(seed, gamma, lam):
     rng = np.random.default_rng(seed)
-    counts = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 300, int(rng.integers(2, 40))]
+    counts = [0, 1, 31, 32, 33, 64, 300, int(rng.integers(2, 40))]
     length = 420
     mask = np.zeros((len(counts), length), bool)
     for row, count in zip(mask, counts):
@@ -156,11 +154,15 @@ def test_rollouts_without_a_single_action_are_all_zero():
 
 
 def test_discounted_sums_by_hand():
-    # 1 + .5 x 2 + .25 x 4 = 3; 2 + .5 x 4 = 4
-    assert discounted_sums(tensor([[1.0, 2, 4]]), 0.5).tolist() == [[3, 4, 4]]
-    assert discounted_sums(tensor([[1.0, 2, 4]]), 0.0).tolist() == [[1, 2, 4]]
-    ones = torch.ones(1, 3 * BLOCK + 5)
-    assert discounted_sums(ones, 1.0)[0].tolist() == list(range(3 * BLOCK + 5, 0, -1))
+    # without values: 1 + .5 x 2 + .25 x 4 = 3; 2 + .5 x 4 = 4
+    def sums(terms, decay):
+        row = tensor([terms])
+        return gae(row, torch.zeros_like(row), torch.ones_like(row).bool(), tensor([0.0]), 1.0, decay)[0][0]
+
+    assert sums([1, 2, 4], 0.5).tolist() == [3, 4, 4]
+    assert sums([1, 2, 4], 0.0).tolist() == [1, 2, 4]
+    for length in (1, 2, 3, 64, 101):
+        assert sums([1] * length, 1.0).tolist() == list(range(length, 0, -1))
 
 
 # --- From rollouts to advantages
@@ -583,7 +585,9 @@ def test_beside_a_sharded_backbone_in_bf16_the_head_is_sharded_and_computes_in_f
 TOKENS = [10_000, 60, 1]  # of a micro-batch: all rows at once, a few, one
 GAMMA, LAM, TEMPERATURE, VALUE_CLIP = 0.99, 0.9, 0.9, 0.2
 STEP_ARGS = {"gamma": GAMMA, "lam": LAM, "temperature": TEMPERATURE, "value_clip": VALUE_CLIP,
-             "bootstrap_truncated": True, "kl_coef": 0.1, "lr": 0.0, "critic_lr": 0.0, "max_grad_norm": 1e9}  # fmt: skip
+             "bootstrap_truncated": True, "kl_coef": 0.1, "lr": 0.0, "critic_lr": 0.0, "max_grad_norm": 1e9,
+             "correction_cap": 2.0}  # fmt: skip
+GATED = {"seq-mask": 1.4, "kl-gate": 4.6e-3}  # caps that some of the rollouts below pass
 
 
 def step_rollouts() -> list[Rollout]:
@@ -672,6 +676,18 @@ def take_steps(rank: int, num_ranks: int, port, path: str, out: str) -> None:
             gradients = {name: {key: whole(parameter.grad) for key, parameter in model.named_parameters()}
                          for name, (model, _) in trainer.parts.items()}  # fmt: skip
             results[tokens, minibatches] = report, gradients
+    for args.correction, args.correction_cap in GATED.items():
+        for args.parallel.micro_batch_tokens in TOKENS:
+            for args.minibatches in (1, 2):
+                report = step(5, 0.0)
+                gradient = {
+                    name: whole(parameter.grad) for name, parameter in trainer.model.named_parameters()
+                }
+                results[args.correction, args.parallel.micro_batch_tokens, args.minibatches] = (
+                    report,
+                    gradient,
+                )
+    args.correction, args.correction_cap = "tis", 2.0
     args.critic_lr, args.critic_warmup_steps, args.minibatches, args.max_grad_norm = 1e-2, 7, 1, 1.0
     results["warm-up"] = step(6, 1e-2), start, {n: weights_of(m) for n, (m, _) in trainer.parts.items()}
     results["after it"] = step(7, 1e-2), {n: weights_of(m) for n, (m, _) in trainer.parts.items()}
@@ -705,13 +721,25 @@ def results(model, tmp_path_factory) -> dict:
     }
 
 
+def verdicts(pairs: list[tuple[float, float]]) -> set[str]:
+    """The gates that a rollout passes whose tokens have these (log mu, log pi)."""
+    if not pairs:
+        return set(GATED)
+    mean = math.exp(sum(pi - mu for mu, pi in pairs) / len(pairs))
+    probs = [(math.exp(mu), math.exp(pi)) for mu, pi in pairs]
+    kl = sum(p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)) for p, q in probs) / len(probs)
+    cap = GATED["seq-mask"]
+    passed = {"seq-mask": 1 / cap <= mean <= cap, "kl-gate": kl <= GATED["kl-gate"]}
+    return {gated for gated in GATED if passed[gated]}
+
+
 @pytest.fixture(scope="module")
 def oracle(model) -> dict:
     """Gradients of the whole step in float64, row by row, from the formulas alone; and what was measured.
 
     On the first update old = pi and V_old = V: a token's gradients are those of -w A log pi with the constant
-    w = min(pi / mu, 2), and of (V - R)^2 / 2 with a constant R. The KL to the starting policy, which is pi
-    itself here, is 0 with gradient 0.
+    w = min(pi / mu, 2), and of (V - R)^2 / 2 with a constant R. Under a gate w is pi / mu, and 0 in rollouts
+    that do not pass. The KL to the starting policy, which is pi itself here, is 0 with gradient 0.
     """
     from transformers import AutoModelForCausalLM
 
@@ -739,18 +767,28 @@ def oracle(model) -> dict:
                     steps[-1][0] = next(rewards)
         last = after[-1].item() if played.segments[-1].finish_reason == "length" else 0.0
         advantages = oracle_gae(steps, last, GAMMA, LAM)
-        tokens += [(advantage, state, *what) for advantage, state, what in zip(advantages, states, at)]
+        passed = verdicts([(float(mu), logprob.item()) for logprob, mu, used in at if used])
+        tokens += [
+            (advantage, state, passed, *what) for advantage, state, what in zip(advantages, states, at)
+        ]
     used = [token for token in tokens if token[-1]]
     raw = np.array([token[0] for token in used])
-    policy_sum = value_sum = 0.0
-    for (advantage, state, logprob, mu, _), white in zip(used, (raw - raw.mean()) / raw.std(ddof=1)):
-        ratio = min(math.exp(logprob.item() - float(mu)), 2.0)
-        policy_sum = policy_sum - ratio * white * logprob
+    policy_sum, value_sum, gated_sum = 0.0, 0.0, dict.fromkeys(GATED, 0.0)
+    for (advantage, state, passed, logprob, mu, _), white in zip(used, (raw - raw.mean()) / raw.std(ddof=1)):
+        ratio = math.exp(logprob.item() - float(mu))
+        policy_sum = policy_sum - min(ratio, 2.0) * white * logprob
         value_sum = value_sum + 0.5 * (state - (advantage + state.item())) ** 2
+        for gated in passed:
+            gated_sum[gated] = gated_sum[gated] - ratio * white * logprob
+    gradients = {}
+    for gated, loss in gated_sum.items():
+        (loss / len(used)).backward(retain_graph=True)
+        gradients[gated] = {name: x.grad.clone() for name, x in policy.named_parameters()}
+        policy.zero_grad()
     (policy_sum / len(used)).backward()
     (value_sum / len(used)).backward()
     critic = {name: x.grad for name, x in trunk.named_parameters() if not name.startswith("lm_head")}
-    gradients = {
+    gradients |= {
         "policy": {name: x.grad for name, x in policy.named_parameters()},
         "critic": critic | {"lm_head.weight": weight.grad, "lm_head.bias": bias.grad},
     }
@@ -758,7 +796,8 @@ def oracle(model) -> dict:
     explained = 1 - raw.var() / returns.var()
     measured = {"loss/value": value_sum.item() / len(used), "value/explained_var": explained,
                 "advantage/abs_mean": np.abs(raw).mean(), "value/clip_frac": 0.0, "loss/kl": 0.0}  # fmt: skip
-    return gradients | {"metrics": measured, "tokens": len(used)}
+    dropped = {gated: sum(gated not in token[2] for token in used) for gated in GATED}
+    return gradients | {"metrics": measured, "tokens": len(used), "dropped": dropped}
 
 
 def flat(gradients: dict) -> torch.Tensor:
@@ -777,7 +816,7 @@ def test_the_step_has_what_makes_it_hard(results, oracle):
     episodes = make_minibatches(rows, Args(parallel=ParallelFlags(num_trainers=2, micro_batch_tokens=1)), 0)[
         0
     ][1]
-    assert episodes["action_mask"].sum() == oracle["tokens"] and len(episodes["end"]) == 10
+    assert episodes["action_mask"].sum() == oracle["tokens"] and len(episodes["cut_at"]) == 10
 
 
 @pytest.mark.parametrize("part", ["policy", "critic"])
@@ -789,6 +828,22 @@ def test_the_gradients_are_those_of_the_formulas_on_any_number_of_ranks(results,
             gradients = result[tokens, 1][1][part]
             assert list(gradients) == list(oracle[part])
             assert (flat(gradients) - reference).norm() <= 1e-5 * reference.norm(), (who, tokens)
+
+
+@pytest.mark.parametrize("gated", GATED)
+def test_a_gate_has_the_gradient_of_the_formula_on_any_number_of_ranks(results, oracle, gated):
+    reference, halves = flat(oracle[gated]), flat(results[1, 0][gated, 10_000, 2][1])
+    assert reference.norm() > 0.01 and 0 < oracle["dropped"][gated] < oracle["tokens"]
+    for num_ranks in (1, 2):
+        for tokens in TOKENS:
+            parts = [results[num_ranks, rank] for rank in range(num_ranks)]
+            for part in parts:
+                difference = flat(part[gated, tokens, 1][1]) - reference
+                assert difference.norm() <= 1e-5 * reference.norm(), (num_ranks, tokens)
+                assert (flat(part[gated, tokens, 2][1]) - halves).norm() <= 1e-5 * halves.norm()
+            sums = merge([part[gated, tokens, 1][0]["sums"] for part in parts])
+            assert sums["is/dropped_frac"] == (oracle["dropped"][gated], oracle["tokens"])
+            assert sums["loss/policy"][1] == oracle["tokens"], "rejected tokens count in the denominator"
 
 
 @pytest.mark.parametrize("part", ["policy", "critic"])

@@ -1,9 +1,9 @@
 """Refit without vLLM: names, fused and tied layouts, coverage, checksums, the wire, what a failure leaves."""
 
 import asyncio
-import functools
 import math
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,21 +15,24 @@ import common.refit
 from algos.grpo import RolloutWorker
 from common.refit import (
     ALIGNMENT,
+    Copy,
     Entry,
     RefitError,
     WeightSender,
-    broadcast,
+    Wire,
+    by_bucket,
     check_coverage,
     checkpoint_tensors,
     checksum,
+    choose_transport,
     compare_probe,
     connect_store,
-    join_group,
+    copies_of,
+    hash_words,
     lay_out,
     learn_plan,
     open_store,
-    read_back,
-    receive_object,
+    place,
 )
 
 ATTENTION, EXPERTS = "model.layers.0.self_attn.", "model.layers.0.mlp.experts."
@@ -110,10 +113,22 @@ def learned(engine: ToyEngine, tensors=None):
     return plan
 
 
-def refit(plan, tensors) -> None:
-    for name, tensor in tensors:
-        for copy in plan[name]:
-            copy.destination.copy_(copy.source(tensor))
+def packed(tensors) -> tuple[list[Entry], torch.Tensor]:
+    """The tensors in one bucket."""
+    entries, (size,) = lay_out(tensors, 1 << 20)
+    bucket = torch.zeros(size, dtype=torch.uint8)
+    for entry, (_, tensor) in zip(entries, tensors, strict=True):
+        entry.view(bucket).copy_(tensor)
+    return entries, bucket
+
+
+def refit(plan, tensors) -> bool:
+    """Places the tensors by the plan. Whether the engine then holds the bits that were sent, as the worker
+    finds it."""
+    entries, bucket = packed(tensors)
+    before = checksum(bucket)
+    differ = place(*copies_of(plan, entries, bucket))
+    return checksum(bucket) == before and not any(differ)
 
 
 # --- Names and layouts
@@ -136,12 +151,10 @@ def test_the_plan_copies_what_the_loader_would_have_loaded(head):
     assert engine.w13.flatten().tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     for shift in (0.5, 100.0):  # twice: the places are still those of the parameters
         tensors = sent(shift, own_head=head == "own")
-        refit(plan, tensors)
+        assert refit(plan, tensors)
         reference.load_weights(tensors)
         for (name, parameter), expected in zip(engine.named_parameters(), reference.parameters()):
             assert torch.equal(parameter, expected), name
-        for name, tensor in tensors:
-            assert checksum(read_back(plan[name], tensor)) == checksum(tensor), name
 
 
 def test_the_plan_finds_parts_of_a_tensor_wherever_it_lies_in_a_bucket():
@@ -158,29 +171,35 @@ def test_the_plan_finds_parts_of_a_tensor_wherever_it_lies_in_a_bucket():
     check_coverage(plan, {"qkv": engine["qkv"]}, {})
     assert engine["qkv"].flatten().tolist() == [8, 9, 10, 11, 6, 7, 4, 5]
     fused = second[9:17, None]
-    refit(plan, [("vkq", fused)])
+    assert refit(plan, [("before", torch.ones(3)), ("vkq", fused)][1:])
     assert engine["qkv"].flatten().tolist() == [63, 64, 65, 66, 61, 62, 59, 60]
-    assert checksum(read_back(plan["vkq"], fused)) == checksum(fused)
 
 
 def test_a_tied_head_ends_as_the_embedding_whether_the_engine_shares_or_copies_it():
     for head in ("shared", "copied"):
         engine = ToyEngine(head)
-        refit(learned(engine), sent(7.0))
+        assert refit(learned(engine), sent(7.0))
         expected = checksum(dict(trainer_weights(7.0))["model.embed_tokens.weight"])
         assert checksum(engine.embed[:3]) == checksum(engine.lm_head[:3]) == expected
 
 
-@pytest.mark.parametrize("stale", ["embed", "lm_head"])
-def test_a_stale_copy_of_a_tied_weight_is_seen(stale):
+@pytest.mark.parametrize("lost", ["embed", "lm_head"])
+def test_a_weight_that_does_not_stay_where_it_was_put_is_seen(lost):
+    # another name goes to the same rows afterwards: of the tensor itself, or of its second place
     engine = ToyEngine("copied")
     plan = learned(engine)
-    embedding = dict(sent())["model.embed_tokens.weight"]
-    getattr(engine, stale).data[1] = 99.0
-    try:
-        assert checksum(read_back(plan["model.embed_tokens.weight"], embedding)) != checksum(embedding)
-    except RefitError:
-        pass  # as good: the copies contradict each other
+    intruder = Copy(getattr(engine, lost).data[1:2], (1, 1), (1, 1), 0)
+    assert refit(plan, sent(3.0))
+    assert not refit(plan | {"intruder": [intruder]}, [*sent(3.0), ("intruder", column(99))])
+
+
+def test_what_other_ranks_of_an_engine_hold_stays_as_it_was_sent():
+    # this rank has rows 2 and 3 of 4 (row-parallel) and columns 0 of 2 (column-parallel)
+    rows, columns = torch.zeros(2, 2), torch.zeros(4, 1)
+    full = torch.arange(8.0).view(4, 2)
+    plan = {"rows": [Copy(rows, (2, 2), (2, 1), 4)], "columns": [Copy(columns, (4, 1), (2, 1), 0)]}
+    assert refit(plan, [("rows", full), ("columns", full)])
+    assert rows.tolist() == [[4, 5], [6, 7]] and columns.flatten().tolist() == [0, 2, 4, 6]
 
 
 def test_the_wrong_layout_of_stacked_experts_changes_the_bits():
@@ -330,15 +349,26 @@ class ToyTrainer(torch.nn.Module):
             yield name.replace("/", "."), parameter
 
 
-def receive(group) -> tuple[dict, dict[str, torch.Tensor]]:
-    """One transfer as an engine sees it: the header, and the tensors by name."""
-    header, tensors = receive_object(group), {}
-    for number, size in enumerate(header["sizes"]):
-        bucket = torch.empty(size, dtype=torch.uint8)
-        broadcast(group, bucket)
-        entries = [Entry(**entry) for entry in header["entries"]]
-        tensors |= {entry.name: entry.view(bucket) for entry in entries if entry.bucket == number}
-    return header, tensors
+class Receiver:
+    """An engine worker's side of the wire: (header, checksums, tensors by name) of each pass."""
+
+    def __init__(self, wire: Wire):
+        self.wire, self.passes = wire, []
+
+    def refit(self) -> None:
+        header = self.wire.receive_object()
+        if "entries" in header:  # the gate: two passes
+            self.members = by_bucket([Entry(**entry) for entry in header["entries"]])
+            self.sizes = header["sizes"]
+            self.wire.map(self.sizes, header["handles"])
+        for _ in range(2 if "entries" in header else 1):
+            tensors, hashes = {}, []
+            for index, bucket in self.wire.receive(self.sizes):
+                hashes.append(int(hash_words(bucket.view(torch.int32))))
+                tensors |= {entry.name: entry.view(bucket).clone() for entry in self.members[index]}
+            sent_hashes = self.wire.receive_object()["checksums"]
+            assert sent_hashes == hashes
+            self.passes.append((header, hashes, tensors))
 
 
 def transfers(model, dtype, between, num_engines: int = 2):
@@ -347,9 +377,11 @@ def transfers(model, dtype, between, num_engines: int = 2):
     got: list[list] = [[] for _ in range(num_engines)]
 
     def engine(index: int) -> None:
-        group = join_group(connect_store("127.0.0.1", store.port, 20), 1 + index, world, "gloo", 20)
+        engine_store = connect_store("127.0.0.1", store.port, 20)
+        receiver = Receiver(Wire(engine_store, 1 + index, world, torch.device("cpu"), 20))
         for _ in range(len(between) + 1):
-            got[index].append(receive(group))
+            receiver.refit()
+        got[index] += receiver.passes
 
     threads = [threading.Thread(target=engine, args=(index,)) for index in range(num_engines)]
     for thread in threads:
@@ -369,14 +401,13 @@ def transfers(model, dtype, between, num_engines: int = 2):
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
 def test_every_engine_gets_the_cast_weights_with_their_checksums(bucket_bytes, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(common.refit, "lay_out", functools.partial(lay_out, bucket_bytes=bucket_bytes))
+    monkeypatch.setitem(common.refit.BUCKET_BYTES, "cpu", bucket_bytes)
     model = ToyTrainer()
     reports, got = transfers(model, torch.bfloat16, [lambda: None])
     expected = [(name, tensor.bfloat16()) for name, tensor in sent()]
     for engine in got:
-        for version, (header, tensors) in enumerate(engine):
+        for version, (header, _, tensors) in zip((0, 0, 1), engine, strict=True):
             assert header["version"] == version
-            assert header["checksums"] == [checksum(tensor) for _, tensor in expected]
             assert list(tensors) == [name for name, _ in expected]
             assert all(torch.equal(tensors[name], tensor) for name, tensor in expected)
     assert reports[0]["bytes"] == 64 * len(expected)
@@ -400,44 +431,89 @@ def test_the_payload_changes_with_a_step_and_only_with_a_step(monkeypatch):
     between = [lambda: step(0.0), lambda: step(0.5), swap, lambda: None]
     reports, got = transfers(model, torch.float32, between, num_engines=1)
     assert [report["changed"] for report in reports[1:]] == [False, True, True, False]
-    sums = [header["checksums"] for header, _ in got[0]]
-    assert sums[0] == sums[1] != sums[2] != sums[3] == sums[4]
+    sums = [hashes for _, hashes, _ in got[0]]
+    assert sums[0] == sums[1] == sums[2] != sums[3] != sums[4] == sums[5]
 
 
-class BrokenGroup:
-    """A transfer group whose peer is gone at the third broadcast: after the header, before the weights."""
+class QuietWire:
+    """A wire without a peer, which breaks if it is told to: after the header, before the weights."""
 
-    def __init__(self):
-        self.left = 2
+    def __init__(self, broken: bool = False):
+        self.broken = broken
 
-    def broadcast(self, tensors, options):
-        self.left -= 1
-        if self.left < 0:
+    def allocate(self, sizes):
+        self.bucket = torch.empty(max(sizes), dtype=torch.uint8)
+
+    def send(self, sizes, pack):
+        if self.broken:
             raise RuntimeError("connection closed by peer")
-        return SimpleNamespace(wait=lambda: None)
+        for index, size in enumerate(sizes):
+            pack(index, self.bucket[:size])
 
+    def send_object(self, value):
+        pass
 
-class WorkingGroup:
-    def broadcast(self, tensors, options):
-        return SimpleNamespace(wait=lambda: None)
+    def finish(self):
+        pass
 
 
 def test_a_transfer_that_breaks_raises_and_is_not_remembered_as_sent():
     model = ToyTrainer()
     sender = WeightSender(model, 0, "float32", 1)
-    sender.group = WorkingGroup()
+    sender.wire = wire = QuietWire()
     sender.send(0)
     next(iter(model.parameters())).data += 1
-    sender.group = BrokenGroup()
+    wire.broken = True
     with pytest.raises(RuntimeError, match="connection closed by peer"):
         sender.send(1)
-    sender.group = WorkingGroup()
+    wire.broken = False
     assert sender.send(1)["changed"], "what did not arrive is still a change"
+    assert not sender.send(2)["changed"]
+
+
+def test_a_peer_that_never_comes_or_stops_in_the_middle_is_an_error_within_the_deadline(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = open_store("127.0.0.1", 2)
+    start = time.monotonic()
+    with pytest.raises(Exception, match="(?i)time"):
+        Wire(store, 0, 2, torch.device("cpu"), 2)
+    store = open_store("127.0.0.1", 20)
+    wires = {}
+
+    def join(rank: int) -> None:
+        wires[rank] = Wire(connect_store("127.0.0.1", store.port, 20), rank, 2, torch.device("cpu"), 2)
+
+    joining = threading.Thread(target=join, args=(1,))
+    joining.start()
+    join(0)
+    joining.join(20)
+    for wire in wires.values():
+        wire.allocate([64, 64, 64])
+    arriving = wires[1].receive([64, 64, 64])
+    with pytest.raises(RuntimeError):  # the engine takes nothing: the sender may not wait for ever
+        wires[0].send([64, 64, 64], lambda index, bucket: time.sleep(0))
+        wires[0].receive_object()
+    with pytest.raises(RuntimeError):  # and the engine that waits for a bucket that never comes
+        for _ in arriving:
+            pass
+        wires[1].receive_object()
+    assert time.monotonic() - start < 20
+
+
+def test_the_transport_follows_from_where_the_processes_are():
+    assert choose_transport(["cpu", "cpu"]) == choose_transport(["GPU-1", "cpu"]) == "gloo"
+    assert choose_transport(["GPU-1", "GPU-2", "GPU-3"]) == "nccl"
+    assert choose_transport(["GPU-1", "GPU-1"]) == "ipc"
+    for mixed in (["GPU-1", "GPU-1", "GPU-2"], ["GPU-1", "GPU-2", "GPU-2"]):
+        with pytest.raises(RefitError, match="share the trainer's GPU"):
+            choose_transport(mixed)
 
 
 def test_other_ranks_than_the_first_send_nothing():
     sender = WeightSender(ToyTrainer(), 1, "float32", 1)
-    assert sender.send(0) == {}
+    for version in (0, 1):
+        sender.send(version)
+    assert sender.wire is None, "only rank 0 has one"
 
 
 # --- The order of a refit in an engine

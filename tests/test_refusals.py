@@ -6,6 +6,7 @@ Through the real parser and `main`. Nothing may have started and no file may hav
 import importlib.util
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,12 +17,12 @@ import ray
 import torch
 import tyro
 
-from algos import flash_reinforce, grpo, sft
+from algos import flash_reinforce, grpo, ppo, sft
 from common import checks
 from common.models import make_tiny, resolve_model
 
 ROOT = Path(__file__).parents[1]
-MAINS = {"grpo": grpo, "flash_reinforce": flash_reinforce, "sft": sft}
+MAINS = {"grpo": grpo, "flash_reinforce": flash_reinforce, "ppo": ppo, "sft": sft}
 DEADLINE_S = 300
 
 ENVS = """
@@ -37,6 +38,11 @@ class Good(Env):
 
     def step(self, action):
         return Step(reward=1.0)
+
+
+class Many(Good):
+    def tasks(self, split):
+        return [{"text": "short"}] * 62
 
 
 class NoTasks(Good):
@@ -99,6 +105,9 @@ FILES = {
     "ended/checkpoints/step_5/progress.json": '{"step": 5, "queue": null}',
     "ended/checkpoints/step_5/trainer/state": "",
     "recorded/step_000000.jsonl": "",
+    "three/step_000000.jsonl": "",
+    "three/step_000001.jsonl": "",
+    "three/step_000002.jsonl": "",
     "nothing/notes.txt": "",
     "picky/config.json": "{}",
 }
@@ -143,6 +152,16 @@ REFUSED = [
     ("grpo", "--clip-low 0", "--clip-low 0.0: ", "must be above 0"),
     ("grpo", "--clip-low 1.5", "--clip-low 1.5: ", "must be at most 1"),
     ("grpo", "--correction-cap 0.9", "--correction-cap 0.9: ", "must be at least 1"),
+    ("grpo", "--correction icepop --correction-cap 0.9", "--correction-cap 0.9: icepop's ratio", "use 1 or more"),
+    ("grpo", "--correction clip --correction-cap 0.9", "--correction-cap 0.9: clip's ratio", "use 1 or more"),
+    ("grpo", "--correction seq-mask --correction-cap 0.9", "--correction-cap 0.9: seq-mask's ratio", "use 1 or more"),
+    ("ppo", "--correction tis --correction-cap 0.9", "--correction-cap 0.9: tis's ratio", "use 1 or more"),
+    ("ppo", "--correction seq-mask --correction-cap 0.9", "--correction-cap 0.9: seq-mask's ratio", "use 1 or more"),
+    ("grpo", "--correction kl-gate --correction-cap 0", "--correction-cap 0.0: kl-gate's KL", "use 5e-3"),
+    ("grpo", "--correction kl-gate --correction-cap -1", "--correction-cap -1.0: kl-gate's KL", "use 5e-3"),
+    ("ppo", "--correction kl-gate --correction-cap 0", "--correction-cap 0.0: kl-gate's KL", "use 5e-3"),
+    ("ppo", "--correction kl-gate --correction-cap nan", "--correction-cap nan: kl-gate's KL", "use 5e-3"),
+    ("grpo", "--correction-cap nan", "--correction-cap nan: tis's ratio", "use 1 or more"),
     ("grpo", "--gpu-memory-utilization 0", "--gpu-memory-utilization 0.0: ", "must be above 0"),
     ("grpo", "--gpu-memory-utilization 1.5", "--gpu-memory-utilization 1.5: ", "must be at most 1"),
     ("grpo", "--kv-cache-gb 0", "--kv-cache-gb 0.0: ", "must be above 0"),
@@ -232,6 +251,19 @@ REFUSED = [
     (
         "grpo", "--replay-rollouts nothing", "--replay-rollouts nothing: has no step_000000.jsonl; ",
         "name the folder that has it",
+    ),
+    (
+        "grpo", "--replay-rollouts three --max-steps 4", "--replay-rollouts three: has 3 of 4 steps; ",
+        "use --max-steps 3",
+    ),
+    (  # 62 training tasks, 16 a step
+        "grpo", "--replay-rollouts three --data-epochs 1 --env envs.py:Many",
+        "--replay-rollouts three: has 3 of 4 steps; ", "use --max-steps 3",
+    ),
+    ("ppo", "--replay-rollouts three", "--replay-rollouts three: has 3 of 120 steps; ", "use --max-steps 3"),
+    (
+        "grpo", "--replay-rollouts three --dry-run", "--replay-rollouts three: has 3 of 120 steps; ",
+        "use --max-steps 3",
     ),
     (
         "grpo", "--replay-rollouts recorded --num-trainers 2", "--replay-rollouts recorded: one process; ",
@@ -350,7 +382,6 @@ UNREADABLE = [
     ("grpo", "--order arival", ["--order", "arival", "'arrival'", "'ticket'"]),
     ("grpo", "--env jsonl:good.jsonl --grader fuzzy", ["--grader", "fuzzy", "'exact'", "'math'"]),
     ("grpo", "--lr", ["--lr", "Missing value"]),
-    ("grpo", "--top-p 0.9", ["--top-p", "--help"]),  # the policy is what the trainer computes: no truncation
     ("sft", "--batchsize 3", ["--batchsize", "Perhaps you meant", "--batch-size INT"]),
 ]
 
@@ -361,6 +392,32 @@ def test_what_cannot_be_read_ends_with_2_and_a_hint(command, algorithm, flags, p
     text = " ".join(err.split())
     assert code == 2 and out == ""
     assert [part for part in parts if part not in text] == []
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "flash_reinforce", "ppo"])
+def test_truncated_sampling_is_refused_with_the_reason(algorithm, workplace, monkeypatch, capsys):
+    """Through the foot of the file, as a program's own command line."""
+    monkeypatch.chdir(workplace)
+    before = files(workplace)
+    given = {
+        "--top-p 0.9": "--top-p", "--top-p=1.0": "--top-p", "--top_p 0.9": "--top-p", "--top-k 20": "--top-k",
+        "--top_k=20": "--top-k", "--min-p 0.1": "--min-p", "--lr 1 --help --min_p 0.1": "--min-p",
+    }  # fmt: skip
+    for flags, named in given.items():
+        monkeypatch.setattr(sys, "argv", [f"{algorithm}.py", *flags.split()])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path(ROOT / "algos" / f"{algorithm}.py", run_name="__main__")
+        out, err = capsys.readouterr()
+        assert (stopped.value.code, out, err.count("\n")) == (2, "", 1), flags
+        assert err.startswith(f"error: {named}: the trainer's log-probs are over all tokens"), flags
+        assert err.endswith("use --temperature\n"), flags
+    assert files(workplace) == before
+
+
+def test_a_value_that_only_looks_like_truncated_sampling_is_read(command, capsys):
+    flags = ["--system-prompt", "say --top-p 0.9", "--chat-template-args", '{"top-p": 1}', "--dry-run"]
+    checks.run(grpo.main, checks.parse(grpo.Args, flags))
+    assert "a step: 16 prompts" in capsys.readouterr().out
 
 
 def program(folder: Path, *command: str) -> subprocess.CompletedProcess:
@@ -403,8 +460,8 @@ def test_a_program_that_is_refused_says_so_alone(workplace, module, flags, line)
 
 def test_weights_of_another_architecture_end_the_run_and_are_named(workplace, tmp_path):
     other = make_tiny(tmp_path / "other", moe=True)
-    flags = ["--replay-rollouts", "recorded", "--init-from", other, "--output-dir", str(tmp_path / "run")]
-    done = program(workplace, "algos.grpo", *flags)
+    flags = ["--replay-rollouts", "recorded", "--max-steps", "1", "--init-from", other]
+    done = program(workplace, "algos.grpo", *flags, "--output-dir", str(tmp_path / "run"))
     assert done.returncode == 1
     assert f"run ended: ValueError: {other}: its parameters are not those" in done.stdout.replace("\n", " ")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""

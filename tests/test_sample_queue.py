@@ -41,7 +41,7 @@ async def finish(queue: SampleQueue, tickets, version: int = 0) -> None:
 
 async def trained(queue: SampleQueue, step: int) -> list[int]:
     groups, _ = await asyncio.wait_for(queue.get(step), 5)
-    assert all(group == f"group {ticket}" for ticket, group in groups)
+    assert all(group in (f"group {ticket}", (f"group {ticket}",)) for ticket, group in groups)
     return [ticket for ticket, _ in groups]
 
 
@@ -122,6 +122,60 @@ def test_closing_releases_every_waiting_and_every_later_call_with_the_first_reas
         for call in (*waiting, queue.next_ticket(), queue.get(0)):
             with pytest.raises(QueueClosed, match="engine 1 died"):
                 await asyncio.wait_for(call, 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_group_comes_back_at_once_and_the_next_ticket_when_admission_allows():
+    async def scenario():
+        queue = SampleQueue(2, 0, "arrival")
+        await queue.set_version(0)
+        assert await tickets_without_waiting(queue) == [0, 1]
+        waiting = [asyncio.ensure_future(queue.put_and_next(ticket, 0, "a", "b")) for ticket in (1, 0)]
+        groups, _ = await asyncio.wait_for(queue.get(0), 5)
+        assert groups == [(0, ("a", "b")), (1, ("a", "b"))]
+        await settle()
+        assert not any(task.done() for task in waiting) and not queue.running, "step 0 is all handed out"
+        await queue.set_version(1)
+        assert sorted(await asyncio.gather(*waiting)) == sorted(queue.running) == [2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_a_producer_that_is_cancelled_while_it_waits_leaves_its_group_and_takes_no_ticket():
+    async def scenario():
+        queue = SampleQueue(1, 0, "ticket")
+        await queue.set_version(0)
+        gone = asyncio.ensure_future(queue.put_and_next(await queue.next_ticket(), 0, "group"))
+        await settle()
+        gone.cancel()
+        await settle()
+        assert gone.cancelled() and await queue.progress() == {"next_ticket": 1, "again": [0]}
+        assert (await queue.get(0))[0] == [(0, ("group",))]
+        await queue.set_version(1)
+        assert await tickets_without_waiting(queue) == [1], "nobody has taken it"
+
+    asyncio.run(scenario())
+
+
+def test_a_group_put_as_the_run_ends_is_kept_and_its_producer_is_told():
+    async def scenario():
+        queue = SampleQueue(2, 0, "arrival")
+        await queue.set_version(0)
+        await tickets_without_waiting(queue)
+        waiting = asyncio.ensure_future(queue.put_and_next(0, 0, "group"))
+        await settle()
+        await queue.close("the run is over")
+        for call in (waiting, queue.put_and_next(1, 0, "group")):
+            with pytest.raises(QueueClosed, match="the run is over"):
+                await asyncio.wait_for(call, 5)
+        assert sorted(queue.finished) == [0, 1]
+
+        queue = SampleQueue(2, 0, "arrival")
+        await queue.set_version(0)
+        with pytest.raises(RecordError, match="ticket 0.*version 1.*newest is 0"):
+            await queue.put_and_next(await queue.next_ticket(), 1, "group")
+        assert list(queue.running) == [0] and not queue.finished
 
     asyncio.run(scenario())
 
@@ -418,8 +472,11 @@ def test_a_late_rollout_that_was_invalid_already_keeps_its_reason():
 # --- The way through the queue
 
 
-@pytest.mark.parametrize("inline_bytes", [1 << 20, 10], ids=["in the call", "by reference"])
-def test_a_group_comes_out_of_the_queue_as_it_went_in(inline_bytes, monkeypatch):
+@pytest.mark.parametrize(
+    "inline_bytes, piece_bytes", [(1 << 20, 1 << 20), (1 << 20, 100), (10, 100)],
+    ids=["in one piece", "in pieces", "by reference"],
+)  # fmt: skip
+def test_a_group_comes_out_of_the_queue_as_it_went_in(inline_bytes, piece_bytes, monkeypatch):
     store = {}
 
     def put(data) -> str:
@@ -429,10 +486,25 @@ def test_a_group_comes_out_of_the_queue_as_it_went_in(inline_bytes, monkeypatch)
     fake_ray = SimpleNamespace(put=put, get=store.__getitem__)
     monkeypatch.setattr(common.sample_queue, "ray", fake_ray)
     monkeypatch.setattr(common.sample_queue, "INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr(common.sample_queue, "PIECE_BYTES", piece_bytes)
     sent = [crossing_rollout(), crossing_rollout()]
     sent[1].invalid, sent[1].info = "timeout", {"error": "late", "score": 0.5}
-    got = unpack_group(pack_group(sent))
-    assert bool(store) == (inline_bytes == 10)
+    newest, *pieces = pack_group(sent)
+    assert newest == 4
+    assert bool(store) == (pieces == [["reference"]]) == (inline_bytes == 10)
+    assert store or (len(pieces) > 1) == (piece_bytes == 100) and max(map(len, pieces)) <= piece_bytes
+
+    async def through_the_queue():
+        queue = SampleQueue(1, 0, "arrival")
+        await queue.set_version(0)
+        ticket = await queue.next_ticket()
+        queue.version = newest  # the four refits in between
+        following = asyncio.ensure_future(queue.put_and_next(ticket, newest, *pieces))
+        ((_, packed),), _ = await queue.get(newest)
+        assert await following == 1
+        return packed
+
+    got = unpack_group(asyncio.run(through_the_queue()))
     for before, after in zip(sent, got, strict=True):
         for name in ("token_ids", "action_mask", "logprobs", "versions"):
             one, two = getattr(before.segments[0], name), getattr(after.segments[0], name)
@@ -451,16 +523,17 @@ async def simulated_run(order: str, bound: int, seed: int, dropped: set[int]):
     sampled_by: dict[int, list[int]] = {}
 
     async def worker():
+        ticket = await queue.next_ticket()
         while True:
-            ticket = await queue.next_ticket()
             sampled_by[ticket] = []
             for _ in range(dice.choice([1, 2, 3, 5, 40])):  # token by token: a refit may come in between
                 sampled_by[ticket].append(queue.version)
                 await asyncio.sleep(0)
             if ticket in dropped:
                 await queue.drop(ticket, "constant")
+                ticket = await queue.next_ticket()
             else:
-                await queue.put(ticket, f"group {ticket}", max(sampled_by[ticket]))
+                ticket = await queue.put_and_next(ticket, max(sampled_by[ticket]), f"group {ticket}")
 
     await queue.set_version(0)
     workers = [asyncio.ensure_future(worker()) for _ in range(6)]

@@ -27,7 +27,7 @@ import ray  # noqa: E402
 from common.sample import Rollout, Segment  # noqa: E402
 from common.sample_queue import SampleQueue, pack_group, unpack_group  # noqa: E402
 
-GROUP, TOKENS, GROUPS_PER_STEP, STEPS, ROUNDS, SLOTS = 8, 2000, 16, 20, 3, 16
+GROUP, TOKENS, GROUPS_PER_STEP, STEPS, ROUNDS, SLOTS = 8, 2000, 16, 60, 3, 16
 
 
 def make_group(ticket: int) -> list[Rollout]:
@@ -47,9 +47,9 @@ class FakeEngine:
 
     async def produce(self, queue) -> None:
         async def slot() -> None:
+            ticket = await queue.next_ticket.remote()
             while True:
-                ticket = await queue.next_ticket.remote()
-                await queue.put.remote(ticket, pack_group(self.group), 0)
+                ticket = await queue.put_and_next.remote(ticket, *pack_group(self.group))
 
         await asyncio.gather(*(slot() for _ in range(SLOTS)))
 

@@ -76,7 +76,7 @@ async def main(args: Args) -> None:
     ]
     raw = make_raw(args, model_path, prompts)
     flags = EngineFlags(max_in_flight=args.max_in_flight)
-    engine = Engine(model_path, resolve_dtype(model_path, "auto", on_gpu=False), 0, flags, on_gpu=False)
+    engine = Engine(model_path, resolve_dtype(model_path, "auto", on_gpu=False), 0, flags, gpus=0.0)
     await engine.start([tokenizer.eos_token_id])
     engine.make_sampling = functools.partial(engine.make_sampling, ignore_eos=True)
     engine.stop_token_ids = []

@@ -1,0 +1,104 @@
+"""The refit's GPU parts: the hash kernel, buckets in memory that two processes map, deadlines.
+
+python -m pytest -q tests/gpu        one GPU
+"""
+
+import multiprocessing
+import threading
+import time
+
+import pytest
+import torch
+
+from common.refit import RefitError, Wire, checksum, connect_store, hash_words, open_store
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SIZES = [64, 1 << 20, 3 << 20, 640]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("count", [0, 1, 8191, 8192, 8193, 3_000_001])
+def test_a_gpu_hashes_as_a_cpu_does(dtype, count):
+    generator = torch.Generator().manual_seed(count)
+    raw = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    tensor = raw.view(dtype)
+    assert checksum(tensor.cuda()) == checksum(tensor)
+
+
+def content(index: int, size: int, device: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device)
+
+
+def receiver(port: int, results, stop_after: int) -> None:
+    """Another process on the same GPU. Takes `stop_after` buckets, then waits without a word."""
+    wire = Wire(connect_store("127.0.0.1", port, 60), 1, 2, torch.device("cuda", 0), 5)
+    wire.map(SIZES, wire.receive_object()["handles"])
+    right = []
+    for index, bucket in wire.receive(SIZES):
+        right.append(torch.equal(bucket, content(index, SIZES[index], "cuda")))
+        bucket.fill_(7)  # what is read back is written into the bucket: the sender must not mind
+        if len(right) == stop_after:
+            results.put((wire.transport, right))
+            time.sleep(30)
+    wire.finish()
+    results.put((wire.transport, right))
+    results.get()  # the memory is the sender's: stay until it is done
+
+
+def start(stop_after: int):
+    store, spawn = open_store("127.0.0.1", 60), multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    process = spawn.Process(target=receiver, args=(store.port, results, stop_after), daemon=True)
+    process.start()
+    wire = Wire(store, 0, 2, torch.device("cuda", 0), 5)
+    wire.send_object({"handles": wire.allocate(SIZES)})
+    return wire, process, results
+
+
+def pack(index: int, bucket: torch.Tensor) -> None:
+    bucket.copy_(content(index, SIZES[index], "cuda"))
+
+
+def test_buckets_arrive_through_shared_memory():
+    wire, process, results = start(stop_after=len(SIZES) + 1)
+    wire.send(SIZES, pack)
+    wire.finish()
+    assert results.get(timeout=60) == ("ipc", [True] * len(SIZES))
+    results.put("done")
+    process.join(30)
+
+
+def test_a_receiver_that_stops_ends_the_transfer_within_the_deadline():
+    wire, process, _ = start(stop_after=2)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        wire.send(SIZES, pack)
+    assert time.monotonic() - begin < 20
+    process.kill()
+    process.join(30)
+
+
+def test_a_kernel_that_never_ends_is_an_error_at_the_deadline():
+    store = open_store("127.0.0.1", 60)
+    wires = {}
+
+    def join(rank: int, device: torch.device) -> None:
+        wires[rank] = Wire(connect_store("127.0.0.1", store.port, 60), rank, 2, device, 1)
+
+    threads = [threading.Thread(target=join, args=(r, torch.device("cuda", 0))) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    torch.cuda._sleep(20_000_000_000)  # cycles: some ten seconds
+    with pytest.raises(RefitError, match="not over after 1 s"):
+        wires[0].finish()
+    torch.cuda.synchronize()
+
+
+def test_hashing_reads_memory_once():
+    words = torch.zeros(1 << 28, dtype=torch.int32, device="cuda")  # 1 GiB
+    total = hash_words(words)
+    torch.cuda.synchronize()
+    assert int(total) == 0 and torch.cuda.max_memory_allocated() < (1 << 30) + (1 << 28)
