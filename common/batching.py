@@ -19,9 +19,9 @@ def micro_batches(rows: list[dict], num_ranks: int, max_tokens: int) -> list[lis
     the same number, since each one is a collective; a rank without work left gets one whose mask is empty. A
     single row longer than `max_tokens` is a micro-batch of its own.
     """
-    by_length = sorted(rows, key=lambda row: -len(row["token_ids"]))
+    rows = sorted(rows, key=lambda row: -len(row["token_ids"]))
     groups: list[list[dict]] = []
-    for row in by_length:  # sorted, so the first row of a group is its width
+    for row in rows:  # sorted, so the first row of a group is its width
         if groups and len(groups[-1][0]["token_ids"]) * (len(groups[-1]) + 1) <= max_tokens:
             groups[-1].append(row)
         else:
@@ -30,18 +30,13 @@ def micro_batches(rows: list[dict], num_ranks: int, max_tokens: int) -> list[lis
         fullest = max(groups, key=len)
         groups.remove(fullest)
         groups += [fullest[::2], fullest[1::2]]
-    ranks: list[list[list[dict]]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
-    most = -(-len(groups) // num_ranks)
-    for group in sorted(groups, key=lambda group: -len(group) * len(group[0]["token_ids"])):
-        rank = min((r for r in range(num_ranks) if len(ranks[r]) < most), key=load.__getitem__)
-        ranks[rank].append(group)
-        load[rank] += len(group) * len(group[0]["token_ids"])
-    shortest = by_length[-1]
-    filler = {**shortest, "action_mask": np.zeros_like(shortest["action_mask"])}
-    for rank in ranks:
-        rank += [[filler]] * (most - len(rank))
-    return [[collate(group) for group in rank] for rank in ranks]
+    groups.sort(key=lambda group: -len(group) * len(group[0]["token_ids"]))
+    filler = {**rows[-1], "action_mask": np.zeros_like(rows[-1]["action_mask"])}
+    groups += [[filler]] * (-len(groups) % num_ranks)
+    # dealt forth and back, so that each rank has large ones and small ones, and as large as the others have
+    rounds = [groups[start : start + num_ranks] for start in range(0, len(groups), num_ranks)]
+    dealt = [each if number % 2 == 0 else each[::-1] for number, each in enumerate(rounds)]
+    return [[collate(group) for group in rank] for rank in zip(*dealt)]
 
 
 def to_device(batch: dict, device: torch.device) -> dict:
@@ -52,9 +47,9 @@ def collate(rows: list[dict]) -> dict:
     """Arrays padded on the right with zeros to the longest row, [B, T]; plain numbers as [B]."""
     width = max(len(row["token_ids"]) for row in rows)
     batch = {}
-    for key, first in rows[0].items():
-        if isinstance(first, np.ndarray):
-            batch[key] = np.stack([np.pad(row[key], (0, width - len(row[key]))) for row in rows])
-        else:
-            batch[key] = np.asarray([row[key] for row in rows])
+    for key in rows[0]:
+        values = [row[key] for row in rows]
+        if isinstance(values[0], np.ndarray):
+            values = [np.pad(value, (0, width - len(value))) for value in values]
+        batch[key] = np.array(values)
     return batch

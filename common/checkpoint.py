@@ -7,6 +7,7 @@
 A folder without the suffix .partial is complete. Only the newest one keeps its trainer/.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -37,22 +38,17 @@ class SaveFlags:
     --model)."""
 
 
-def progress_of(folder: Path) -> dict | None:
-    try:
-        return json.loads((folder / "progress.json").read_text())
-    except (OSError, ValueError):
-        return None
-
-
 def starting_point(resume: bool, output_dir: str, max_steps: int) -> tuple[str | None, dict]:
     """The folder of the newest checkpoint that a run of `max_steps` can go on from, and its progress; of a
     new run no folder. Raises FlagError if there is none to resume from.
     """
     if not resume:
         return None, {"step": 0, "queue": None}
-    folders = [path.parent for path in Path(output_dir, "checkpoints").glob("step_*/trainer")]
-    folders = [path for path in folders if path.suffix != ".partial"]
-    found = [(progress["step"], str(path), progress) for path in folders if (progress := progress_of(path))]
+    found = []
+    for trainer in Path(output_dir, "checkpoints").glob("step_*[0-9]/trainer"):
+        with contextlib.suppress(OSError, ValueError):  # it is not complete
+            progress = json.loads((trainer.parent / "progress.json").read_text())
+            found.append((progress["step"], str(trainer.parent), progress))
     if not found:
         fix = "--save-every writes them; without --resume, use another --output-dir"
         raise FlagError(f"--resume: {output_dir} has no checkpoint to go on from; {fix}")
@@ -93,18 +89,17 @@ def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progres
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
     save_model(model, tokenizer, partial, rank)
-    if parts:
-        try:
-            dcp.save(trainer_state(parts), checkpoint_id=partial / "trainer")
-        except CheckpointException as error:  # no Exception: Ray would say that the process died
-            raise OSError(str(error)) from error
+    try:
+        dcp.save(trainer_state(parts), checkpoint_id=partial / "trainer")
+    except CheckpointException as error:  # no Exception: Ray would say that the process died
+        raise OSError(str(error)) from error
     if rank == 0:
         (partial / "progress.json").write_text(json.dumps(progress))
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
-        for other in final.parent.glob("step_*"):
-            if other != final:
-                shutil.rmtree(other / "trainer" if other.suffix != ".partial" else other, ignore_errors=True)
+        others = set(final.parent.glob("step_*")) - {final}
+        for other in others:
+            shutil.rmtree(other if other.suffix == ".partial" else other / "trainer", ignore_errors=True)
 
 
 def load_checkpoint(path: str, parts: dict) -> None:

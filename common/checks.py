@@ -17,8 +17,10 @@ import torch
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
+from common.agent import as_messages, encode, render
 from common.env import EnvFlags
 from common.envs import load_env
+from common.models import load_tokenizer, resolve_model
 
 
 BOUNDS = {Ge: (operator.ge, "at least"), Gt: (operator.gt, "above")}
@@ -94,14 +96,13 @@ def check_env(flag: str, spec: str, flags: EnvFlags) -> tuple[int, list]:
     Refuses an environment that cannot be loaded, has no tasks, or has a reset() that raises or gives no
     prompt.
     """
-    from common.rollout import as_messages
-
     try:
-        env = load_env(spec, flags)()
+        make_env = load_env(spec, flags)
+        env = make_env()
         tasks = {split: env.tasks(split) for split in ("train", "eval")}
         empty = [split for split in tasks if not len(tasks[split])]
         some = [tasks[split][index] for split in tasks for index in range(min(64, len(tasks[split])))]
-        prompts = [load_env(spec, flags)().reset(task) for task in some]
+        prompts = [make_env().reset(task) for task in some]
         for prompt in prompts:
             as_messages(prompt, None)  # raises where it is none
     except Exception as error:  # the user's file may raise anything
@@ -115,10 +116,9 @@ def check_env(flag: str, spec: str, flags: EnvFlags) -> tuple[int, list]:
 def check_group_size(group_size: int) -> None:
     """Refuses groups in which the baseline would be the rollout's own reward."""
     if group_size < 2:
-        raise FlagError(
-            f"--group-size {group_size}: a group baseline needs at least 2 rollouts of each prompt; "
-            "use --group-size 2 or more, or algos/flash_reinforce.py, which needs no group"
-        )
+        why = "a group baseline needs at least 2 rollouts of each prompt"
+        fix = "use --group-size 2 or more, or algos/flash_reinforce.py, which needs no group"
+        raise FlagError(f"--group-size {group_size}: {why}; {fix}")
 
 
 def correction_cap(correction: str, cap: float | None) -> float:
@@ -139,30 +139,26 @@ def check_minibatches(prompts_per_step: int, minibatches: int) -> None:
     if minibatches < 1 or prompts_per_step % minibatches:
         divisors = [count for count in range(1, prompts_per_step + 1) if prompts_per_step % count == 0]
         nearest = sorted(sorted(divisors, key=lambda count: abs(count - minibatches))[:2])
-        raise FlagError(
-            f"--minibatches {minibatches} does not divide --prompts-per-step {prompts_per_step}; "
-            f"use --minibatches {' or '.join(map(str, nearest))}, or change --prompts-per-step"
-        )
+        why = f"does not divide --prompts-per-step {prompts_per_step}"
+        fix = f"use --minibatches {' or '.join(map(str, nearest))}, or change --prompts-per-step"
+        raise FlagError(f"--minibatches {minibatches} {why}; {fix}")
 
 
 def check_ranks(num_trainers: int, rollouts_per_minibatch: int) -> None:
     """Refuses more trainer ranks than an optimizer step has rollouts: some would have nothing to train."""
     if not 1 <= num_trainers <= rollouts_per_minibatch:
-        raise FlagError(
-            f"--num-trainers {num_trainers}: an optimizer step has {rollouts_per_minibatch} rollouts "
-            "(prompts per step x group size / minibatches) and every rank needs at least one; "
-            f"use --num-trainers 1 to {rollouts_per_minibatch}, or raise --prompts-per-step"
-        )
+        why = f"an optimizer step has {rollouts_per_minibatch} rollouts (prompts per step x group size / "
+        why += "minibatches) and every rank needs at least one"
+        fix = f"use --num-trainers 1 to {rollouts_per_minibatch}, or raise --prompts-per-step"
+        raise FlagError(f"--num-trainers {num_trainers}: {why}; {fix}")
 
 
 def check_gpu_split(num_engines: int, num_trainers: int, gpus: int) -> None:
     """Refuses a split that needs more GPUs than there are. With none or one, all processes share it."""
     needed = num_engines + num_trainers
     if 1 < gpus < needed:
-        raise FlagError(
-            f"--num-engines {num_engines} and --num-trainers {num_trainers} need {needed} GPUs, there are "
-            f"{gpus}; lower --num-engines or --num-trainers"
-        )
+        what = f"--num-engines {num_engines} and --num-trainers {num_trainers} need {needed} GPUs"
+        raise FlagError(f"{what}, there are {gpus}; lower --num-engines or --num-trainers")
 
 
 def check_context(prompt_tokens: int, max_new_tokens: int, max_model_len: int) -> None:
@@ -170,10 +166,9 @@ def check_context(prompt_tokens: int, max_new_tokens: int, max_model_len: int) -
     needed, room = prompt_tokens + max_new_tokens, max_model_len - prompt_tokens
     if needed > max_model_len:
         lower = f"lower --max-new-tokens to {room} or " if room > 0 else ""
-        raise FlagError(
-            f"--max-new-tokens {max_new_tokens} + {prompt_tokens} prompt tokens = {needed}, "
-            f"more than --max-model-len {max_model_len}; {lower}raise --max-model-len to {needed}"
-        )
+        what = f"--max-new-tokens {max_new_tokens} + {prompt_tokens} prompt tokens = {needed}"
+        fix = f"{lower}raise --max-model-len to {needed}"
+        raise FlagError(f"{what}, more than --max-model-len {max_model_len}; {fix}")
 
 
 def check_output_dir(path: str, resume: bool) -> None:
@@ -220,8 +215,6 @@ def check_files(save, log) -> None:
 
 def check_model(model: str):
     """The tokenizer of a model. Refuses a model that is not there."""
-    from common.models import load_tokenizer, resolve_model
-
     try:
         if Path(path := resolve_model(model)).is_dir():
             check_path("--model", path, "config.json")
@@ -233,8 +226,6 @@ def check_model(model: str):
 def check_tasks(model: str, env: str, eval_env: str | None, data, engine, max_new_tokens: int) -> int:
     """Refuses environments without tasks, models that are not there, and prompts that leave no room for an
     answer (of the first 64 of each split). Returns the number of training tasks."""
-    from common.rollout import as_messages, encode, render
-
     check_context(1, max_new_tokens, engine.max_model_len)
     num_tasks, prompts = check_env("--env", env, data)
     if eval_env:

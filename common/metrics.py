@@ -1,7 +1,7 @@
 """What a step's rollouts were like and where its time went. Averages are made once, from sums."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 import torch
@@ -42,10 +42,8 @@ class BusyClock:
         return self.total + (time.monotonic() - self.since if self.open else 0.0)
 
 
-def timing_metrics(
-    times: dict[str, float], ticks: list[list[dict]], rollouts: list[Rollout], sent: dict
-) -> dict:
-    """`time/*`, `perf/*` and the overlap of a step from its laps.
+def timing_metrics(times: dict, ticks: list[list[dict]], rollouts: list[Rollout], sent: dict) -> dict:
+    """`time/*`, `perf/*` and the overlap of a step from its laps `times` and the report `sent` of its refit.
 
     `ticks` are the engines' counters (`busy_s`, `sampled_tokens`, `at`) at the start of the step, before and
     after training, and at its end: [4][engines].
@@ -74,13 +72,13 @@ def rollout_metrics(
     valid = [rollout for rollout in rollouts if not rollout.invalid]
     reasons = Counter(rollout.invalid for rollout in rollouts if rollout.invalid)
     reasons += Counter({reason: count for reason, (count, _) in drops.items()})
-    rewards: dict[str, list[float]] = {}
-    for rollout in valid:
-        rewards.setdefault(rollout.group_id, []).append(rollout.reward)
-    flat = [reward for group in rewards.values() for reward in group]
     row = {f"rollout/dropped/{reason}": count for reason, count in reasons.items()}
-    if flat:
-        row["reward/mean"], row["reward/std"] = float(np.mean(flat)), float(np.std(flat))
+    rewards = defaultdict(list)
+    for rollout in valid:
+        rewards[rollout.group_id].append(rollout.reward)
+    if rewards:
+        flat = np.concatenate(list(rewards.values()))
+        row["reward/mean"], row["reward/std"] = float(flat.mean()), float(flat.std())
         constant = [max(group) == min(group) for group in rewards.values() if len(group) > 1]
         row |= {"reward/zero_std_group_frac": float(np.mean(constant))} if constant else {}
     if advantages:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+BUCKET_BYTES = {"gloo": 64 << 20, "nccl": 256 << 20, "ipc": 1 << 30}  # two are allocated on each side
 ALIGNMENT = 64
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog. 0123456789"
 CHUNK = 1 << 20  # elements that a CPU hashes at a time, so that it needs 8 MiB and no more
@@ -59,8 +59,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def gather(parameter: torch.Tensor) -> torch.Tensor:
-    """The whole tensor: without a copy where one rank holds it all, as the calls of a DTensor take longer than
-    the weights do."""
+    """The whole tensor. Without a copy where one rank has it all: a DTensor's calls take longer than that."""
     if not isinstance(parameter, DTensor):
         return parameter.detach()
     return parameter.to_local() if parameter.device_mesh.size() == 1 else parameter.full_tensor()
@@ -318,6 +317,8 @@ class Wire:
     def send(self, sizes: list[int], pack) -> None:
         """`pack(index, bucket)` fills each bucket; it leaves while the next one is packed."""
         sent = {}
+        if self.transport == "ipc":
+            self.meet()  # the engine has paused: on one GPU, packing would slow its last step down
         for index, size in enumerate(sizes):
             bucket = self.buffers[index % 2][:size]
             if index - 2 in sent:
@@ -334,6 +335,8 @@ class Wire:
         """Each bucket in order. It is overwritten once the next but one is asked for."""
         buckets = [self.buffers[index % 2][:size] for index, size in enumerate(sizes)]
         coming = {}
+        if self.transport == "ipc":
+            self.meet()
         for index, bucket in enumerate(buckets):
             if self.transport == "ipc":
                 self.meet()
@@ -371,16 +374,13 @@ class WeightSender:
 
     def __init__(self, model: torch.nn.Module, rank: int, dtype: str, timeout_s: float):
         self.model, self.rank, self.timeout_s = model, rank, timeout_s
-        self.device, dtype = next(model.parameters()).device, getattr(torch, dtype)
-        shapes = [(n, torch.empty(p.shape, dtype=dtype, device="meta")) for n, p in model.named_parameters()]
-        self.entries, self.sizes = lay_out(checkpoint_tensors(shapes), BUCKET_BYTES[self.device.type])
-        self.wire: Wire | None = None
+        self.dtype, self.wire, self.sizes = getattr(torch, dtype), None, []
         self.slots: dict[int, tuple] = {}  # views of the tensors and of the gaps between them, by bucket
         self.last: list[int] = []  # the checksums of the payload before
 
     def join(self, store: dist.Store, world_size: int) -> None:
         """Waits for the `world_size - 1` engine workers. Rank 0 only."""
-        self.wire = Wire(store, 0, world_size, self.device, self.timeout_s)
+        self.wire = Wire(store, 0, world_size, next(self.model.parameters()).device, self.timeout_s)
 
     @torch.no_grad()
     def send(self, version: int) -> dict:
@@ -392,6 +392,10 @@ class WeightSender:
         if self.rank == 0:
             header = {"version": version}
             if first:
+                named = self.model.named_parameters()
+                shapes = [(name, torch.empty(p.shape, dtype=self.dtype, device="meta")) for name, p in named]
+                bucket_bytes = BUCKET_BYTES[self.wire.transport]
+                self.entries, self.sizes = lay_out(checkpoint_tensors(shapes), bucket_bytes)
                 header |= {"entries": [vars(entry) for entry in self.entries], "sizes": self.sizes}
                 header["handles"] = self.wire.allocate(self.sizes)
             self.wire.send_object(header)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
+from common.agent import as_messages, encode, next_context, render
 from common.envs.pool import EnvError, EnvPool
 from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
 
@@ -94,11 +95,7 @@ class Engine:
             repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
             logprobs=0, flat_logprobs=True, detokenize=False, output_kind=self.final_only,
         )  # fmt: skip
-        self.requests += 1
-        async for output in self.llm.generate(
-            {"prompt_token_ids": prompt_ids}, sampling, f"r{self.requests}"
-        ):
-            final = output
+        final = await self._ask(prompt_ids, sampling)
         completions = [read_completion(output) for output in final.outputs]
         self.sampled_tokens += sum(len(completion.token_ids) for completion in completions)
         return completions
@@ -106,10 +103,16 @@ class Engine:
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Log-probs of token_ids[1:] under the weights held now, temperature 1."""
         sampling = self.make_sampling(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        self.requests += 1
-        async for output in self.llm.generate({"prompt_token_ids": token_ids}, sampling, f"p{self.requests}"):
-            final = output
+        final = await self._ask(token_ids, sampling)
         return [position[token].logprob for position, token in zip(final.prompt_logprobs[1:], token_ids[1:])]
+
+    async def _ask(self, prompt_ids: list[int], sampling):
+        self.requests += 1
+        async for output in self.llm.generate(
+            {"prompt_token_ids": prompt_ids}, sampling, f"r{self.requests}"
+        ):
+            final = output
+        return final
 
     # Weights: the algorithm's file calls these in order.
 
@@ -152,43 +155,6 @@ def read_completion(output) -> Completion:
 
 
 # --- Episodes
-
-
-def render(tokenizer, messages: list[dict], template_args: dict) -> str:
-    return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **template_args
-    )
-
-
-def encode(tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-def as_messages(prompt: str | list[dict], system_prompt: str | None) -> list[dict]:
-    """A prompt as chat messages, after the system prompt unless it brings its own. Raises EnvError."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    fits = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
-    if not fits or not all({"role", "content"} <= m.keys() for m in messages):
-        raise EnvError("env_error", f"reset() returned {prompt!r:.80}, not a string or chat messages")
-    if system_prompt and messages[0].get("role") != "system":
-        return [{"role": "system", "content": system_prompt}, *messages]
-    return messages
-
-
-def next_context(
-    tokenizer, rendered: str, action: str, sampled_end: str, full: str
-) -> tuple[list[int], bool]:
-    """The ids between a turn that was sampled and the next one: the template's delta, or everything after a
-    fork.
-
-    `rendered` is the conversation up to the turn, `full` the one up to the next turn, both as the template
-    has them. `sampled_end` is the end-of-turn token if the policy sampled it: it is not repeated. One that it
-    did not sample is context. Returns (ids, forked): forked where the template rewrote history.
-    """
-    if not full.startswith(rendered + action):
-        return encode(tokenizer, full), True
-    delta = full[len(rendered + action) :]
-    return encode(tokenizer, delta.removeprefix(sampled_end)), False
 
 
 async def play(

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+ARRAYS = {"token_ids": np.int32, "action_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
+
 
 class RecordError(ValueError):
     """A sampled token without its id, log-prob or version. The message names rollout, position and reason."""
@@ -33,15 +35,19 @@ class Segment:
 
     def __post_init__(self):
         length = len(self.token_ids)
-        for name in ("action_mask", "logprobs", "versions"):
-            if len(getattr(self, name)) != length:
-                raise RecordError(f"{name} has length {len(getattr(self, name))}, token_ids has {length}")
+        for name, dtype in ARRAYS.items():
+            array = np.asarray(getattr(self, name), dtype)  # None becomes NaN
+            setattr(self, name, array)
+            if len(array) != length:
+                end = min(len(array), length)
+                raise RecordError(f"position {end}: {name} has length {len(array)}, token_ids has {length}")
         if self.turn_ends and self.turn_ends[-1] > length:
             raise RecordError(f"turn ends at {self.turn_ends[-1]}, past the {length} tokens")
         sampled = np.flatnonzero(self.action_mask)
         bad = sampled[~np.isfinite(self.logprobs[sampled]) | (self.logprobs[sampled] > 1e-4)]
         if len(bad):
-            raise RecordError(f"position {bad[0]}: log-prob {self.logprobs[bad[0]]} is not a log-probability")
+            value = self.logprobs[bad[0]]
+            raise RecordError(f"position {bad[0]}: log-prob {value} is missing or no log-probability")
         unversioned = sampled[self.versions[sampled] < 0]
         if len(unversioned):
             raise RecordError(f"position {unversioned[0]}: sampled token without a policy version")
@@ -99,11 +105,11 @@ class Rollout:
         Raises RecordError where a token claims a version that does not exist yet.
         """
         parts = [segment.versions[segment.action_mask] for segment in self.segments]
-        lags = version - np.concatenate(parts) if parts else np.zeros(0, np.int32)
-        if len(lags) and lags.min() < 0:
-            claimed = version - lags.min()
-            raise RecordError(f"{self.rollout_id}: sampled by version {claimed}, newest is {version}")
-        return lags
+        versions = np.concatenate([np.zeros(0, np.int32), *parts])
+        if (versions > version).any():
+            newest = f"newest is {version}"
+            raise RecordError(f"{self.rollout_id}: sampled by version {versions.max()}, {newest}")
+        return version - versions
 
 
 def extend_segment(
@@ -113,28 +119,20 @@ def extend_segment(
     Segment.
 
     Raises RecordError where the engine's three lists do not describe the same tokens, or a log-prob is
-    missing.
+    missing (None).
     """
-    if len(logprobs) != len(sampled_ids) or len(versions) != len(sampled_ids):
-        lengths = len(sampled_ids), len(logprobs), len(versions)
-        message = "position {} of the turn: {} sampled ids, {} log-probs, {} versions"
-        raise RecordError(message.format(min(lengths), *lengths))
-    missing = [position for position, value in enumerate(logprobs) if value is None]
-    if missing:
-        raise RecordError(f"position {missing[0]} of the turn: log-prob is missing")
-    gap, total = len(context_ids), len(context_ids) + len(sampled_ids)
+    gap = len(context_ids)
     turn = {
-        "token_ids": np.array([*context_ids, *sampled_ids], np.int32),
-        "action_mask": np.arange(total) >= gap,
-        "logprobs": np.array([0.0] * gap + list(logprobs), np.float32),
-        "versions": np.full(total, -1, np.int32),
+        "token_ids": [*context_ids, *sampled_ids],
+        "action_mask": [False] * gap + [True] * len(sampled_ids),
+        "logprobs": [0.0] * gap + list(logprobs),
+        "versions": [-1] * gap + list(versions),
     }
-    turn["versions"][gap:] = versions
-    ends = [total]
+    ends = []
     if segment is not None:
-        turn = {name: np.concatenate([getattr(segment, name), array]) for name, array in turn.items()}
-        ends = [*segment.turn_ends, len(segment.token_ids) + total]
-    return Segment(**turn, turn_ends=ends, finish_reason=finish_reason)
+        turn = {name: np.concatenate([getattr(segment, name), values]) for name, values in turn.items()}
+        ends = segment.turn_ends
+    return Segment(**turn, turn_ends=[*ends, len(turn["token_ids"])], finish_reason=finish_reason)
 
 
 def check_reward(value) -> float:

@@ -49,7 +49,7 @@ class SampleQueue:
     def __init__(self, groups_per_step: int, max_staleness: int, order: str, first_version=0, progress=None):
         progress = progress or {"next_ticket": 0, "again": []}
         self.groups_per_step, self.max_staleness, self.order = groups_per_step, max_staleness, order
-        self.version, self.first_version = -1, first_version
+        self.version, self.first_version = first_version - 1, first_version  # none before the first refit
         self.next_ticket_number, self.again = progress["next_ticket"], deque(progress["again"])
         self.admitted = 0  # tickets handed out here and not dropped
         self.finished: dict[int, object] = {}
@@ -62,7 +62,7 @@ class SampleQueue:
     def _may_start(self) -> bool:
         """`k // P <= version + max_staleness` for the next ticket, k counted without the dropped ones."""
         step = self.first_version + self.admitted // self.groups_per_step
-        return self.version >= 0 and step <= self.version + self.max_staleness
+        return self.version >= self.first_version and step <= self.version + self.max_staleness
 
     async def _wait_until(self, condition) -> None:
         while self.closed is None and not condition():
@@ -110,12 +110,13 @@ class SampleQueue:
             await self.close(f"{self.drops_in_a_row} groups in a row were dropped, the last for {last}")
         self.changed.set()
 
-    def _next_batch(self) -> list[int] | None:
-        """The tickets of the next step, or None while they are not all there."""
+    def _next_batch(self) -> list[int]:
+        """The tickets of the next step, as many of them as are known."""
         known = self.finished if self.order == "arrival" else [*self.finished, *self.running]
-        batch = sorted(known)[: self.groups_per_step]
-        ready = len(batch) == self.groups_per_step and all(ticket in self.finished for ticket in batch)
-        return batch if ready else None
+        return sorted(known)[: self.groups_per_step]
+
+    def _is_ready(self) -> bool:
+        return len(self.finished.keys() & set(self._next_batch())) == self.groups_per_step
 
     async def get(self, step: int) -> tuple[list, dict[str, tuple[int, str]]]:
         """The groups that step `step` trains, [(ticket, group)], and the dropped ones since the last call by
@@ -125,15 +126,14 @@ class SampleQueue:
         """
         if self.version != step:
             raise RuntimeError(f"step {step} at version {self.version}: a refit is missing")
-        await self._wait_until(lambda: self._next_batch() is not None)
+        await self._wait_until(self._is_ready)
         groups = [(ticket, self.finished.pop(ticket)) for ticket in self._next_batch()]
         drops, self.drops = self.drops, {}
         return groups, drops
 
     async def set_version(self, version: int) -> None:
         """The engines now hold `version`; admission moves on. A repeat of the same version adds nothing."""
-        allowed = (self.version, self.version + 1) if self.version >= 0 else (self.first_version,)
-        if version not in allowed:
+        if version not in (self.version, self.version + 1):
             raise RuntimeError(f"version {self.version} cannot become {version}")
         self.version = version
         self.changed.set()

@@ -50,6 +50,4 @@ def open_trackers(flags: LogFlags, config: dict, first_step: int = 0) -> list:
     folder = Path(flags.output_dir)
     hosted = {"wandb": flags.wandb_project, "trackio": flags.trackio_project}
     local = [TensorBoard(folder / "tensorboard", first_step)] if flags.tensorboard else []
-    return local + [
-        Hosted(package, project, folder, config) for package, project in hosted.items() if project
-    ]
+    return local + [Hosted(name, project, folder, config) for name, project in hosted.items() if project]

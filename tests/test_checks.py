@@ -13,7 +13,6 @@ from common.logger import LogFlags
 from common.rollout import EngineFlags
 
 
-
 def ranges(**flags):
     return lambda: checks.check_ranges(Args(**flags))
 

@@ -401,7 +401,7 @@ def transfers(model, dtype, between, num_engines: int = 2):
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
 def test_every_engine_gets_the_cast_weights_with_their_checksums(bucket_bytes, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setitem(common.refit.BUCKET_BYTES, "cpu", bucket_bytes)
+    monkeypatch.setitem(common.refit.BUCKET_BYTES, "gloo", bucket_bytes)
     model = ToyTrainer()
     reports, got = transfers(model, torch.bfloat16, [lambda: None])
     expected = [(name, tensor.bfloat16()) for name, tensor in sent()]
@@ -437,6 +437,8 @@ def test_the_payload_changes_with_a_step_and_only_with_a_step(monkeypatch):
 
 class QuietWire:
     """A wire without a peer, which breaks if it is told to: after the header, before the weights."""
+
+    transport = "gloo"
 
     def __init__(self, broken: bool = False):
         self.broken = broken

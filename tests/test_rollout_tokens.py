@@ -8,7 +8,8 @@ import pytest
 
 from algos.grpo import mark_late
 from common.metrics import rollout_metrics
-from common.rollout import next_context, read_completion, rollout_group, transcript
+from common.agent import next_context
+from common.rollout import read_completion, rollout_group, transcript
 from common.sample import Rollout
 from tests.fakes import (
     PIECES,

@@ -59,7 +59,7 @@ class Args:
 class Worker:
     """An engine as a run has it; `backend` "ipc" is vLLM's own transfer instead."""
 
-    async def start(self, path: str, dtype: str, backend: str, gpus: float) -> None:
+    async def start(self, path: str, dtype: str, backend: str, gpus: float, kv_cache_gb: float) -> None:
         from common.rollout import Engine, EngineFlags
 
         if backend != "instar":
@@ -69,7 +69,7 @@ class Worker:
             plain = vllm.config.WeightTransferConfig
             vllm.config.WeightTransferConfig = lambda backend: plain(backend="ipc")
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        flags = EngineFlags(max_model_len=1024, kv_cache_gb=4.0 if gpus else 0.25, gpu_memory_utilization=0.2)
+        flags = EngineFlags(max_model_len=1024, kv_cache_gb=kv_cache_gb, gpu_memory_utilization=0.2)
         self.engine = Engine(path, dtype, 0, flags, gpus)
         await self.engine.start([1])
 
@@ -125,7 +125,10 @@ def load_masters(path: str, device: str) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, device_map=device)
-    return fully_shard(model) if device == "cuda" else model
+    if device == "cuda":
+        fully_shard(model)
+        torch.cuda.empty_cache()  # the unsharded copy
+    return model
 
 
 @torch.no_grad()
@@ -135,6 +138,8 @@ def move(model: torch.nn.Module, seed: int) -> None:
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         generator = torch.Generator(local.device).manual_seed(1000 * seed + index)
         local.add_(0.002 * torch.randn(local.shape, generator=generator, device=local.device))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # a trainer, too, is done with its step before the refit
 
 
 def save_moved(model: torch.nn.Module, old: str, new: str, dtype: torch.dtype) -> None:
@@ -195,14 +200,15 @@ class Theirs:
 
 
 def copy_seconds(num_bytes: int) -> float:
-    """A plain copy of as many bytes from GPU memory to GPU memory."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    """A plain copy of as many bytes from GPU memory to GPU memory, from the time of 1 GiB."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    target.copy_(source)
+    for _ in range(4):
+        target.copy_(source)
     torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / 4 * num_bytes / (1 << 30)
 
 
 def measure(name: str, args: Args) -> dict:
@@ -228,14 +234,21 @@ def measure(name: str, args: Args) -> dict:
         move(masters, seed)
     save_moved(masters, old, new, getattr(torch, dtype))
     del masters
+    if on_gpu:
+        torch.cuda.empty_cache()
     lap("checkpoints")
 
     kinds = {"ours": (old, "instar"), "fresh a": (new, "instar"), "fresh b": (new, "instar")}
     kinds |= {"vllm": (old, "ipc")} if on_gpu else {}
+    if name == "8b":
+        del kinds["fresh b"], kinds["vllm"]  # one GPU has no room for them
     kinds = {"ours": kinds["ours"]} if args.alone else kinds
     actor = ray.remote(Worker)
     workers = {kind: actor.options(num_cpus=0, num_gpus=gpus).remote() for kind in kinds}
-    starts = [workers[kind].start.remote(path, dtype, how, gpus) for kind, (path, how) in kinds.items()]
+    starts = [
+        workers[kind].start.remote(path, dtype, how, gpus, 8.0 if on_gpu and kind == "ours" else 0.5)
+        for kind, (path, how) in kinds.items()
+    ]
     masters = load_masters(old, device)
     ray.get(starts, timeout=400)
     lap("engines")
@@ -253,6 +266,14 @@ def measure(name: str, args: Args) -> dict:
         sent = sender.send(version)
         return sent | {"send_s": time.perf_counter() - start} | ray.get(receiving, timeout=120)
 
+    meet, met = sender.wire.meet, []
+
+    def timed_meet() -> None:
+        start = time.perf_counter()
+        meet()
+        met.append(time.perf_counter() - start)
+
+    sender.wire.meet = timed_meet
     start = time.perf_counter()
     refit(0)
     gate_s = time.perf_counter() - start
@@ -261,7 +282,9 @@ def measure(name: str, args: Args) -> dict:
     before = ray.get(ours.logprobs.remote())
     for seed in range(args.refits):
         move(masters, seed)
+        met.clear()
         row = {"noop_s": ray.get(ours.noop.remote())} | refit(seed + 1)
+        row["meet_s"] = sum(met)  # of send_s: until the GPU has packed and the engine has placed
         if theirs:
             row["vllm_s"] = theirs.refit()
         if on_gpu:
@@ -282,23 +305,29 @@ def measure(name: str, args: Args) -> dict:
     fresh = logprobs.get("fresh a", logprobs["ours"])
     difference, noise = (logprobs["ours"] - fresh).abs(), (fresh - logprobs.get("fresh b", fresh)).abs()
     moved = (logprobs["ours"] - torch.tensor(before)).abs()
-    bucket = torch.zeros(rows[0]["bytes"], dtype=torch.uint8, device=device).view(torch.int32)
-    hash_words(bucket)
+    bucket = torch.zeros(min(rows[0]["bytes"], 1 << 30), dtype=torch.uint8, device=device)
+    hash_words(bucket.view(torch.int32))
     start = time.perf_counter()
-    int(hash_words(bucket))
-    hash_s = time.perf_counter() - start
+    int(hash_words(bucket.view(torch.int32)))
+    hash_s = (time.perf_counter() - start) * rows[0]["bytes"] / len(bucket)
     for worker in workers.values():
         ray.kill(worker)
     shutil.rmtree(folder)
+    del masters, sender, theirs, bucket
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.ipc_collect()
 
     def spread(key: str, of: list[dict]) -> list[float]:
         values = [row[key] for row in of if key in row]
         return [round(f(values), 5) for f in (statistics.median, min, max)] if values else []
 
-    keys = ("noop_s", "pause_s", "pause_call_s", "receive_s", "send_s", "copy_s", "vllm_s")
+    keys = ("noop_s", "pause_s", "pause_call_s", "receive_s", "send_s", "meet_s", "copy_s", "vllm_s")
     result = {key: spread(key, rows) for key in keys} | {"gate_s": round(gate_s, 2), "phases": phases}
     result |= {f"loaded_{key}": spread(key, loaded) for key in ("pause_s", "pause_call_s", "receive_s")}
     result |= {"loaded_noop_s": [round(value, 5) for value in sorted(noops)], "hash_s": round(hash_s, 5)}
+    if on_gpu:
+        result["trainer_gpu_mem_peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
     result |= {key: rows[0][key] for key in ("bytes", "mode", "transport", "checked_tensors", "tensors")}
     result |= {"mean_difference": float(difference.mean()), "max_difference": float(difference.max())}
     result |= {
@@ -331,7 +360,7 @@ def main(args: Args) -> None:
     for name, row in results.items():
         for key, value in row.items():
             if key.endswith("_s") and isinstance(value, list) and len(value) == 3:
-                rate = f"  {row['bytes'] / 1e9 / value[0]:.1f} GB/s"
+                rate = f"  {row['bytes'] / 1e9 / max(value[0], 1e-9):.1f} GB/s"
                 print(f"{name:5} {key:20} {value[0]:.4f} ({value[1]:.4f} to {value[2]:.4f}){rate}")
 
 

@@ -64,7 +64,8 @@ async def main(args: Args) -> None:
     from common.env import EnvFlags
     from common.envs.pool import EnvPool
     from common.models import load_tokenizer, resolve_dtype, resolve_model
-    from common.rollout import Engine, EngineFlags, encode, render, rollout_group
+    from common.agent import encode, render
+    from common.rollout import Engine, EngineFlags, rollout_group
     from common.sample_queue import pack_group
 
     model_path = resolve_model(args.model)
