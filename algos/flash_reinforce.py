@@ -252,7 +252,7 @@ def epoch_order(seed: int, epoch: int, num_tasks: int, shuffle: bool) -> np.ndar
 class RolloutWorker:
     """One vLLM engine and the episodes that run on it; an asyncio Ray actor."""
 
-    async def start(self, index: int, args: Args, model_path: str, dtype: str, on_gpu: bool, *store) -> None:
+    async def start(self, index: int, args: Args, model_path: str, dtype: str, gpus: float, *store) -> None:
         self.args, self.index, self.busy, self.epoch = args, index, BusyClock(), None
         self.tokenizer = load_tokenizer(model_path)
         self.envs = self.eval_envs = EnvPool()
@@ -266,7 +266,7 @@ class RolloutWorker:
             "system_prompt": args.data.system_prompt,
             "template_args": json.loads(args.data.chat_template_args),
         }
-        self.engine = Engine(model_path, dtype, args.seed + index, args.engine, on_gpu)
+        self.engine = Engine(model_path, dtype, args.seed + index, args.engine, gpus)
         await self.engine.start([self.tokenizer.eos_token_id])
         world_size, timeout_s = 1 + args.engine.num_engines, args.deadline.start_timeout_s
         await self.engine.connect(*store, 1 + index, world_size, timeout_s)
@@ -549,7 +549,7 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     dtype = resolve_dtype(model_path, engine.rollout_dtype, gpus > 0)
     plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
     (run.queue,) = run.spawn("queue", SampleQueue, [plan], max_concurrency=10_000)
-    log.phase(f"engines: {engine.num_engines} x vLLM ({dtype}); trainers: {num_trainers} x FSDP2")
+    log.phase(f"{engine.num_engines} x vLLM ({dtype}), {num_trainers} x FSDP2, {gpus:.3g} GPUs for each")
     run.workers = run.spawn("engine", worker_class, [()] * engine.num_engines, num_gpus=gpus)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
     run.trainers = run.spawn("trainer", trainer_class, ranks, num_gpus=gpus)

@@ -64,6 +64,15 @@ def timing_metrics(times: dict, ticks: list[list[dict]], rollouts: list[Rollout]
     }
 
 
+def reprefilled_tokens(rollout: Rollout) -> int:
+    """Tokens whose KV the engine computed again, because a refit came between two sampled tokens."""
+    total = 0
+    for segment in rollout.segments:
+        at = np.flatnonzero(segment.action_mask)
+        total += int(at[1:][np.diff(segment.versions[at]) > 0].sum())  # all that stands before such a token
+    return total
+
+
 def rollout_metrics(
     rollouts: list[Rollout], lags: list[int], num_late: int, drops: dict, advantages: dict[str, float]
 ) -> dict:
@@ -92,6 +101,7 @@ def rollout_metrics(
         "rollout/len_mean": float(np.mean([rollout.num_sampled for rollout in rollouts])),
         "rollout/truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
         "rollout/turns_mean": float(np.mean([len(rollout.rewards) for rollout in rollouts])),
+        "rollout/reprefilled_tokens": sum(map(reprefilled_tokens, rollouts)),
         "rollout/forks_mean": float(np.mean([max(len(rollout.segments) - 1, 0) for rollout in rollouts])),
     }
 

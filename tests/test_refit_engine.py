@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,14 +21,14 @@ MODELS = {"tied": {}, "untied": {"tied": False}, "moe": {"moe": True}}
 class Link:
     """A trainer's model and sender, and an engine on the same weights, joined for refits."""
 
-    def __init__(self, path: str):
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.sender = WeightSender(self.model, rank=0, dtype="float32", timeout_s=60)
+    def __init__(self, path: str, timeout_s: float = 60):
+        self.model, self.timeout_s = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), timeout_s
+        self.sender = WeightSender(self.model, rank=0, dtype="float32", timeout_s=timeout_s)
         self.store = open_store("127.0.0.1", 60)
 
     async def join(self, path: str) -> None:
         self.engine = await start_engine(path)
-        connecting = self.engine.connect("127.0.0.1", self.store.port, 1, 2, 60)
+        connecting = self.engine.connect("127.0.0.1", self.store.port, 1, 2, self.timeout_s)
         await asyncio.gather(asyncio.to_thread(self.sender.join, self.store, 2), connecting)
 
     async def refit(self, version: int) -> dict:
@@ -113,11 +114,40 @@ def send_the_first_bucket_again(send):
     return broadcast
 
 
-@pytest.mark.parametrize("fault", [flip_one_bit, send_the_first_bucket_again])
-def test_wrong_bits_on_the_wire_are_an_error_and_the_engine_is_never_resumed(fault, tmp_path, monkeypatch):
+def send_nothing(send):
+    def broadcast(group, tensor):
+        if tensor.dtype == torch.uint8 and tensor.numel() > 100_000:
+            return SimpleNamespace(wait=lambda: None)
+        return send(group, tensor)
+
+    return broadcast
+
+
+def send_half_a_bucket(send):
+    def broadcast(group, tensor):
+        if tensor.dtype == torch.uint8 and tensor.numel() > 100_000:
+            tensor = tensor[: len(tensor) // 2].clone()
+        return send(group, tensor)
+
+    return broadcast
+
+
+OTHER_BITS = "checksum of .*other bits than were sent"
+FAULTS = [
+    (flip_one_bit, OTHER_BITS, 60),
+    (send_the_first_bucket_again, OTHER_BITS, 60),
+    (send_nothing, "(?i)mismatch|timed out|preamble|closed|reset", 5),
+    (send_half_a_bucket, "(?i)mismatch|timed out|preamble|closed|reset|died", 5),
+]
+
+
+@pytest.mark.parametrize("fault, message, timeout_s", FAULTS)
+def test_a_fault_on_the_wire_is_an_error_and_the_engine_is_never_resumed(
+    fault, message, timeout_s, tmp_path, monkeypatch
+):
     async def run():
         path = make_tiny(tmp_path / "model")
-        link = Link(path)
+        link = Link(path, timeout_s)
         await link.join(path)
         await link.refit(0)
         send = common.refit.broadcast
@@ -126,12 +156,26 @@ def test_wrong_bits_on_the_wire_are_an_error_and_the_engine_is_never_resumed(fau
         if fault is send_the_first_bucket_again:
             await link.refit(1)  # the weights did not move yet: nothing is wrong with the first bucket
         link.perturb(seed=1)
-        with pytest.raises(Exception, match="checksum of .*other bits than were sent"):
-            await link.refit(2)
+        with pytest.raises(Exception, match=message):
+            await asyncio.wait_for(link.refit(2), 30)
         assert await link.engine.llm.is_paused()
         monkeypatch.setattr(common.refit, "broadcast", send)
         with pytest.raises(Exception, match="failed a refit before"):  # also not by a later, correct refit
             await link.engine.receive_weights(3)
+        link.engine.llm.shutdown()
+
+    asyncio.run(run())
+
+
+def test_a_name_that_the_engine_does_not_know_is_refused_at_the_gate(tmp_path):
+    async def run():
+        path = make_tiny(tmp_path / "model")
+        link = Link(path)
+        await link.join(path)
+        link.model.register_parameter("gamma", torch.nn.Parameter(torch.ones(3)))
+        with pytest.raises(Exception, match="does not know a name .*gamma"):
+            await link.refit(0)
+        assert await link.engine.llm.is_paused()
         link.engine.llm.shutdown()
 
     asyncio.run(run())

@@ -10,7 +10,7 @@ from algos.grpo import mark_late
 from common.metrics import rollout_metrics
 from common.agent import next_context
 from common.rollout import read_completion, rollout_group, transcript
-from common.sample import Rollout
+from common.sample import Rollout, Segment
 from tests.fakes import (
     PIECES,
     PLAIN_TEMPLATE,
@@ -186,6 +186,19 @@ def test_a_fork_trains_each_sampled_token_once_and_in_its_own_context():
         assert request["prompt_ids"] == ids
     assert rollout.num_actions == sum(map(len, answers)) == engine.sampled_tokens
     assert rollout_metrics([rollout], [], 0, {}, {})["rollout/forks_mean"] == 2
+
+
+def test_tokens_whose_kv_is_computed_again_after_a_refit_are_counted():
+    # prompt of 4, then 3 tokens of version 3 and 2 of version 4: at the refit 7 tokens stand there. Then a
+    # tool's 2 tokens and one of version 5, before which 11 stand.
+    mask = np.array([0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1], bool)
+    versions = np.array([-1, -1, -1, -1, 3, 3, 3, 4, 4, -1, -1, 5])
+    logprobs = np.where(mask, -0.5, 0.0)
+    crossing = Segment(np.arange(12), mask, logprobs, versions, [9, 12], "stop")
+    calm = Segment(np.arange(12), mask, logprobs, np.where(mask, 3, -1), [9, 12], "stop")
+    for segments, expected in (([crossing], 7 + 11), ([calm], 0), ([calm, crossing], 18)):
+        rollout = Rollout("0.0", "g0", 0, "0", segments, [1.0])
+        assert rollout_metrics([rollout], [], 0, {}, {})["rollout/reprefilled_tokens"] == expected
 
 
 def test_a_turn_after_the_fork_whose_history_stays_goes_on_in_the_forked_row():
