@@ -114,10 +114,10 @@ def send_the_first_bucket_again(send):
     return broadcast
 
 
-def send_nothing(send):
+def stop_in_the_middle(send):
     def broadcast(group, tensor):
         if tensor.dtype == torch.uint8 and tensor.numel() > 100_000:
-            return SimpleNamespace(wait=lambda: None)
+            raise RuntimeError("the trainer stopped here")
         return send(group, tensor)
 
     return broadcast
@@ -136,8 +136,8 @@ OTHER_BITS = "checksum of .*other bits than were sent"
 FAULTS = [
     (flip_one_bit, OTHER_BITS, 60),
     (send_the_first_bucket_again, OTHER_BITS, 60),
-    (send_nothing, "(?i)mismatch|timed out|preamble|closed|reset", 5),
-    (send_half_a_bucket, "(?i)mismatch|timed out|preamble|closed|reset|died", 5),
+    (send_half_a_bucket, OTHER_BITS, 60),
+    (stop_in_the_middle, "the trainer stopped here", 3),
 ]
 
 
@@ -157,9 +157,11 @@ def test_a_fault_on_the_wire_is_an_error_and_the_engine_is_never_resumed(
             await link.refit(1)  # the weights did not move yet: nothing is wrong with the first bucket
         link.perturb(seed=1)
         with pytest.raises(Exception, match=message):
-            await asyncio.wait_for(link.refit(2), 30)
+            await asyncio.wait_for(link.refit(2), 60)
         assert await link.engine.llm.is_paused()
         monkeypatch.setattr(common.refit, "broadcast", send)
+        if fault is stop_in_the_middle:
+            await asyncio.sleep(6)  # what still waits there has reached its deadline
         with pytest.raises(Exception, match="failed a refit before"):  # also not by a later, correct refit
             await link.engine.receive_weights(3)
         link.engine.llm.shutdown()
