@@ -268,8 +268,7 @@ class RolloutWorker:
         }
         self.engine = Engine(model_path, dtype, args.seed + index, args.engine, gpus)
         await self.engine.start([self.tokenizer.eos_token_id])
-        world_size, timeout_s = 1 + args.engine.num_engines, args.deadline.start_timeout_s
-        await self.engine.connect(*store, 1 + index, world_size, timeout_s)
+        await self.engine.connect(*store, index, args.deadline.start_timeout_s, args.deadline.refit_timeout_s)
 
     async def produce(self, queue) -> None:
         """Keeps `max_in_flight` groups going for as long as the queue gives tickets."""
@@ -340,7 +339,7 @@ class Trainer:
         self.args, self.model_path, self.rank = args, model_path, rank
         self.world_size, self.device = args.parallel.num_trainers, torch.device("cuda" if on_gpu else "cpu")
 
-    def setup(self, host: str, port: int, engine_dtype: str, num_engines: int) -> str:
+    def setup(self, host: str, port: int, engine_dtype: str, num_workers: int) -> str:
         """Builds everything, and meets the other ranks and the engines at the store on `host` and `port`."""
         args = self.args
         store = connect_store(host, port, args.deadline.start_timeout_s)
@@ -351,7 +350,7 @@ class Trainer:
         self.head = LogprobHead(self.model)
         self.sender = WeightSender(self.model, self.rank, engine_dtype, args.deadline.refit_timeout_s)
         if self.rank == 0:
-            self.sender.join(store, 1 + num_engines)
+            self.sender.join(store, 1 + num_workers)
         return describe(self.model)
 
     def logprobs(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -390,7 +389,7 @@ class Trainer:
                 sums.append(step_sums)
                 peaks.append(step_peaks)
             grad_norm = clip_gradients(self.model, self.args.max_grad_norm)
-            if has_signal:  # else AdamW would move the weights by its momentum alone
+            if grad_norm > 0:  # else AdamW would move the weights by its momentum alone
                 self.optimizer.step()
             sums.append({"grad_norm": (grad_norm, 1)})
         return rank_metrics(sums, peaks)
@@ -513,7 +512,7 @@ def refit(run: Run, version: int, timeout_s: float) -> dict:
     Raises RunError or RefitError if a check fails. The probe of a refit runs beside the step that follows,
     and is compared before the next refit.
     """
-    check_probe(run, timeout_s)
+    check_probe(run)
     sent = run.ask(run.trainers, "send_weights", version, run.probe_ids)
     received = run.ask(run.workers, "refit", version, run.queue)
     reports = run.get(received + sent, f"refit to version {version}", timeout_s)
@@ -523,10 +522,10 @@ def refit(run: Run, version: int, timeout_s: float) -> dict:
     return run.last_refit
 
 
-def check_probe(run: Run, timeout_s: float) -> None:
+def check_probe(run: Run) -> None:
     """Log-probs of a fixed prompt: every engine's equal the trainer's since the last refit. Raises
     RefitError."""
-    for index, logprobs in enumerate(run.get(run.probes, "the probe", timeout_s)):
+    for index, logprobs in enumerate(run.get(run.probes, "the probe")):
         where = f"engine {index}, version {run.last_refit['version']}"
         compare_probe(logprobs, run.last_refit["probe"], run.last_refit["dtype"], where)
 
@@ -539,23 +538,24 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     """Ray, queue, engines and trainers, up to the first refit, after which rollouts start. `checkpoint` and
     `progress` are those of the run that goes on, if one does."""
     engine, deadline, num_trainers = args.engine, args.deadline, args.parallel.num_trainers
+    num_workers = engine.num_engines * engine.engine_tp
     model_path = resolve_model(args.model)
     log.phase("ray: starting")
-    cluster.start(engine.num_engines + num_trainers, args.log.output_dir)
+    cluster.start(num_workers + num_trainers, args.log.output_dir)
     run = Run(deadline.step_timeout_s)
     run.store = open_store(cluster.host(), deadline.start_timeout_s)  # where all processes meet
     store = (run.store.host, run.store.port)
-    gpus = cluster.gpus_per_actor(engine.num_engines, num_trainers)
+    gpus = cluster.gpus_per_process(engine.num_engines, engine.engine_tp, num_trainers)
     dtype = resolve_dtype(model_path, engine.rollout_dtype, gpus > 0)
     plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
     (run.queue,) = run.spawn("queue", SampleQueue, [plan], max_concurrency=10_000)
-    log.phase(f"{engine.num_engines} x vLLM ({dtype}), {num_trainers} x FSDP2, {gpus:.3g} GPUs for each")
-    run.workers = run.spawn("engine", worker_class, [()] * engine.num_engines, num_gpus=gpus)
+    log.phase(f"{num_workers} x vLLM ({dtype}), {num_trainers} x FSDP2, {gpus:.3g} GPUs for each")
+    engines = list(range(engine.num_engines))
+    run.workers = run.spawn("engine", worker_class, [()] * len(engines), num_gpus=gpus * engine.engine_tp)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
     run.trainers = run.spawn("trainer", trainer_class, ranks, num_gpus=gpus)
-    engines = list(range(engine.num_engines))
     started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus, *store)
-    started = run.ask(run.trainers, "setup", *store, dtype, engine.num_engines) + started
+    started = run.ask(run.trainers, "setup", *store, dtype, num_workers) + started
     log.phase(f"trainer: {run.get(started, 'start-up', deadline.start_timeout_s)[0]}")
     run.probe_ids = load_tokenizer(model_path).encode(PROBE_TEXT)
     sent = refit(run, progress["step"], deadline.refit_timeout_s)  # the gate: what is there must not change
@@ -564,7 +564,7 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
         run.get(loading, "loading the checkpoint", deadline.start_timeout_s)
         refit(run, progress["step"], deadline.refit_timeout_s)
         log.phase(f"weights of {checkpoint or args.save.init_from}, policy version {progress['step']}")
-    check_probe(run, deadline.refit_timeout_s)
+    check_probe(run)
     log.phase(f"refit gate passed: {sent['bytes'] / 1e6:.3g} MB by {sent['mode']}")
     if args.debug.eval_only:
         return run
@@ -592,15 +592,16 @@ def replay(args: Args, log: Logger) -> None:
     """Trains from recorded rollouts in this very process: no Ray, no engine, and breakpoints work."""
     trainer = Trainer(args, resolve_model(args.model), 0, torch.cuda.is_available())
     store = open_store(cluster.LOOPBACK, args.deadline.start_timeout_s)
-    log.phase(trainer.setup(store.host, store.port, "float32", num_engines=0))
+    log.phase(trainer.setup(store.host, store.port, "float32", num_workers=0))
     trainer.load(None, args.save.init_from)
     for step in range(args.max_steps):
         clock, rollouts = Stopwatch(), read_rollouts(args.debug.replay_rollouts, step)
         lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
         rows, advantages = make_rows(rollouts, args)
-        (share,) = make_minibatches(rows, args, step)
         row = {"step": step, "lr": learning_rate(step, args)}
-        row |= training_metrics([trainer.train_step(share, row["lr"], None)])
+        if rows:
+            (share,) = make_minibatches(rows, args, step)
+            row |= training_metrics([trainer.train_step(share, row["lr"], None)])
         clock.lap("time/step")
         log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
     path = f"{args.log.output_dir}/checkpoints/step_{args.max_steps}"
@@ -641,10 +642,9 @@ def main(args: Args) -> None:
 
             # what this step trains
             batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
-            rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed)]
+            rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             clock.lap("time/trainer_wait")
-            if args.debug.dump_rollouts:
-                dump_rollouts(args.debug.dump_rollouts, step, rollouts)
+            dump_rollouts(args.debug.dump_rollouts, step, rollouts)
             lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
             rows, advantages = make_rows(rollouts, args)
             shown = rollouts[:: args.group_size][: args.log.samples_per_step]  # one of each group
@@ -682,13 +682,13 @@ def main(args: Args) -> None:
                 progress_now = {"step": step + 1, "queue": run.get(run.queue.progress.remote(), "the queue")}
                 run.get(run.ask(run.trainers, "save", path, progress_now), "saving")
             clock.lap("time/save")
+            ticks += [run.ask(run.workers, "stats")]
             if last:
-                check_probe(run, args.deadline.refit_timeout_s)
+                check_probe(run)
                 scores = run.get(run.ask(run.workers, "evaluate"), "evaluation")
                 row |= score_metrics(f"eval_end/{env}", scores)
-            ticks = [run.get(refs, "engine counters") for refs in [*ticks, run.ask(run.workers, "stats")]]
             row |= rollout_metrics(rollouts, lags, num_late, drops, advantages)
-            row |= timing_metrics(clock.times, ticks, rollouts, sent)
+            row |= timing_metrics(clock.times, [run.get(refs) for refs in ticks], rollouts, sent)
             log.log_step(row)
             log.log_samples(step, samples)
             for kind, text in advice(row, rollouts, drops, args.group_size, args.max_new_tokens).items():

@@ -326,7 +326,7 @@ def start_run(args: Args, log: Logger, model_path: str) -> Run:
     log.phase(f"ray: starting; trainers: {num_trainers} x FSDP2")
     cluster.start(num_trainers, args.log.output_dir)
     run = Run(args.deadline.step_timeout_s)
-    gpus = cluster.gpus_per_actor(0, num_trainers)
+    gpus = cluster.gpus_per_process(0, 1, num_trainers)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
     run.trainers = run.spawn("trainer", Trainer, ranks, num_gpus=gpus)
     run.store = open_store(cluster.host(), timeout_s)
@@ -407,7 +407,7 @@ def main(args: Args) -> None:
                 ids, learned = each["token_ids"], each["token_ids"][each["action_mask"]]
                 text = {"transcript": tokenizer.decode(ids), "learned": tokenizer.decode(learned)}
                 log.log_samples(step, [text])
-        first_eval, last_eval = log.rows[0]["loss/eval"], log.rows[-1]["loss/eval_end"]
+        first_eval, last_eval = log.rows[0].get("loss/eval"), log.rows[-1]["loss/eval_end"]
         log.summary({"loss/eval": {"first": first_eval, "end": last_eval}, "checkpoint": path})
 
 

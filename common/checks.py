@@ -129,7 +129,7 @@ def correction_cap(correction: str, cap: float | None) -> float:
     cap = {"seq-mask": 1.05, "kl-gate": 5e-3}.get(correction, 2.0) if cap is None else cap
     if correction == "kl-gate" and not cap > 0:
         raise FlagError(f"--correction-cap {cap}: kl-gate's KL must be above 0; use 5e-3 or leave it out")
-    if correction != "kl-gate" and not cap >= 1:
+    if correction not in ("kl-gate", "none") and not cap >= 1:
         raise FlagError(f"--correction-cap {cap}: {correction}'s ratio must be at least 1; use 1 or more")
     return cap
 
@@ -153,11 +153,13 @@ def check_ranks(num_trainers: int, rollouts_per_minibatch: int) -> None:
         raise FlagError(f"--num-trainers {num_trainers}: {why}; {fix}")
 
 
-def check_gpu_split(num_engines: int, num_trainers: int, gpus: int) -> None:
-    """Refuses a split that needs more GPUs than there are. With none or one, all processes share it."""
-    needed = num_engines + num_trainers
-    if 1 < gpus < needed:
-        what = f"--num-engines {num_engines} and --num-trainers {num_trainers} need {needed} GPUs"
+def check_gpu_split(num_engines: int, engine_tp: int, num_trainers: int, gpus: int) -> None:
+    """Refuses a split that needs more GPUs than there are. One GPU serves one engine and one trainer."""
+    needed, engines = num_engines * engine_tp + num_trainers, f"--num-engines {num_engines}"
+    if engine_tp > 1:
+        engines += f" x --engine-tp {engine_tp}"
+    if 0 < gpus < needed and (gpus, needed) != (1, 2):
+        what = f"{engines} and --num-trainers {num_trainers} need {needed} GPUs"
         raise FlagError(f"{what}, there are {gpus}; lower --num-engines or --num-trainers")
 
 
@@ -186,7 +188,8 @@ def check_shared(engine, parallel, data, save, debug, log) -> None:
     """Refuses what cannot work in the groups of flags that every algorithm has."""
     check_json_object("--chat-template-args", data.chat_template_args)
     if not os.environ.get("RAY_ADDRESS"):
-        check_gpu_split(engine.num_engines, parallel.num_trainers, torch.cuda.device_count())
+        gpus = torch.cuda.device_count()
+        check_gpu_split(engine.num_engines, engine.engine_tp, parallel.num_trainers, gpus)
     if replayed := debug.replay_rollouts:
         check_path("--replay-rollouts", replayed, "step_000000.jsonl")
         if parallel.num_trainers > 1 or save.resume:

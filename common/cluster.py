@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import ray
-from annotated_types import Gt
-from ray.exceptions import RayActorError, RayTaskError
+from annotated_types import Gt, Lt
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from common.checks import check_gpu_split
 
+DEATHS = (RayActorError, OutOfMemoryError)
 ROOT_CAUSE_S = 3.0  # how long an error waits for the news that a process died, which may have caused it
 
 
@@ -22,13 +23,13 @@ LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for a request to find the machine'
 
 @dataclass
 class DeadlineFlags:
-    start_timeout_s: Annotated[float, Gt(0)] = 600.0
+    start_timeout_s: Annotated[float, Gt(0), Lt(1e9)] = 600.0
     """Seconds until engines and trainers must have started."""
-    rollout_timeout_s: Annotated[float, Gt(0)] = 600.0
+    rollout_timeout_s: Annotated[float, Gt(0), Lt(1e9)] = 600.0
     """Seconds after which an episode that is not over is invalid."""
-    step_timeout_s: Annotated[float, Gt(0)] = 1800.0
+    step_timeout_s: Annotated[float, Gt(0), Lt(1e9)] = 1800.0
     """Seconds that a step may wait for its rollouts, or a trainer for its step, before the run ends."""
-    refit_timeout_s: Annotated[float, Gt(0)] = 120.0
+    refit_timeout_s: Annotated[float, Gt(0), Lt(1e9)] = 120.0
     """Seconds that a weight transfer may take before the run ends."""
 
 
@@ -61,14 +62,14 @@ def host() -> str:
     return ray.util.get_node_ip_address() if os.environ.get("RAY_ADDRESS") else LOOPBACK
 
 
-def gpus_per_actor(num_engines: int, num_trainers: int) -> float:
-    """The GPUs that each engine and each trainer gets: 0 on a machine without, a share of one that serves
-    all.
+def gpus_per_process(num_engines: int, engine_tp: int, num_trainers: int) -> float:
+    """The GPUs that each engine worker and each trainer gets: 0 on a machine without, a share of one that
+    serves all.
 
     Raises FlagError with the arithmetic where there are too few.
     """
-    available, wanted = int(ray.cluster_resources().get("GPU", 0)), num_engines + num_trainers
-    check_gpu_split(num_engines, num_trainers, available)
+    available, wanted = int(ray.cluster_resources().get("GPU", 0)), num_engines * engine_tp + num_trainers
+    check_gpu_split(num_engines, engine_tp, num_trainers, available)
     return 1 / wanted if available == 1 else float(available > 0)
 
 
@@ -103,7 +104,7 @@ class Run:
         """The same, with a first value of its own for each actor."""
         return [getattr(a, method).remote(value, *values) for a, value in zip(actors, own, strict=True)]
 
-    def get(self, refs, what: str, timeout_s: float | None = None):
+    def get(self, refs, what: str = "a result", timeout_s: float | None = None):
         """Like `ray.get`. Raises RunError as soon as anything that is watched has died, and at the
         deadline."""
         timeout_s = timeout_s or self.timeout_s
@@ -136,15 +137,15 @@ class Run:
 
     def _root_cause(self, error: RunError) -> RunError:
         """The error of the process that died, which may come after that of a peer (a lost connection)."""
-        watched, errors = self.tasks | self._ping(), [error]
-        done, _ = ray.wait(list(watched), num_returns=len(watched), timeout=ROOT_CAUSE_S)
-        for ref in done:
-            try:
-                self._check(ref, watched[ref])
-            except RunError as other:
-                errors.append(other)
-        died = [each for each in errors if isinstance(each.__cause__, RayActorError)]
-        return died[0] if died else errors[-1]
+        watched, deadline = self.tasks | self._ping(), time.monotonic() + ROOT_CAUSE_S
+        while watched and not isinstance(error.__cause__, DEATHS) and time.monotonic() < deadline:
+            done, _ = ray.wait(list(watched), timeout=0.1)
+            for ref in done:
+                try:
+                    self._check(ref, watched.pop(ref))
+                except RunError as other:  # of a task or a death: it says more than that of who waited
+                    error = other
+        return error
 
     def _check(self, ref: ray.ObjectRef, what: str) -> None:
         """Raises RunError if the call failed."""
@@ -162,6 +163,9 @@ class Run:
             memory = isinstance(cause, MemoryError) or "out of memory" in str(cause).lower()
             hint = OUT_OF_MEMORY if memory else ""
             raise RunError(f"{what}: {type(cause).__name__}: {last_line[0]}{hint}") from error
+        except RayError as error:  # Ray ended it, or lost its result
+            hint = OUT_OF_MEMORY if isinstance(error, OutOfMemoryError) else ""
+            raise RunError(f"{what}: {type(error).__name__}{hint}") from error
 
 
 @contextlib.contextmanager

@@ -30,8 +30,10 @@ class DebugFlags:
     """Steps after the first whose training is traced, into profile/ (chrome://tracing, ui.perfetto.dev)."""
 
 
-def dump_rollouts(folder: str, step: int, rollouts: list[Rollout]) -> None:
-    """One file a step, one rollout a line. Floats survive exactly."""
+def dump_rollouts(folder: str | None, step: int, rollouts: list[Rollout]) -> None:
+    """One file a step, one rollout a line; None does nothing. Floats survive exactly."""
+    if folder is None:
+        return
     Path(folder).mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(rollout), default=np.ndarray.tolist) for rollout in rollouts]
     Path(folder, f"step_{step:06}.jsonl").write_text("".join(line + "\n" for line in lines))

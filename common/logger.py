@@ -122,7 +122,9 @@ class Logger:
         content = json.loads(json.dumps(content, default=str))
         path = self.output_dir / "config.json"
         before = _flat(json.loads(path.read_text())["flags"]) if path.exists() else {}
-        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        partial = path.with_suffix(".tmp")
+        partial.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        partial.replace(path)
         for name, value in _flat(content["flags"]).items():
             if before.get(name, value) != value and name != "resume":
                 self.warn(f"--{name.replace('_', '-')} was {before[name]}, now it is {value}")
@@ -140,7 +142,7 @@ class Logger:
 
     def _append(self, name: str, record: dict) -> dict:
         record, non_finite = _to_json(record)
-        with open(self.output_dir / name, "a") as file:  # closed each time: a killed run leaves whole lines
+        with open(self.output_dir / name, "a") as file:
             file.write(json.dumps(record) + "\n")
         for key in non_finite:
             self.warn(f"{key} is not finite: null in {name}")

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from common.parallel import reshard
+
 CHUNK_BYTES = 128 << 20  # of fp32 logits that exist at a time
 
 
@@ -63,4 +65,6 @@ class LogprobHead:
             output = model(input_ids=input_ids_BS, use_cache=False)
         finally:
             self.targets_BS = None
+        if not torch.is_grad_enabled():
+            reshard(model)
         return output.logits.unbind(-1)

@@ -65,10 +65,11 @@ def timing_metrics(times: dict, ticks: list[list[dict]], rollouts: list[Rollout]
 
 
 def reprefilled_tokens(rollout: Rollout) -> int:
-    """Tokens whose KV the engine computed again, because a refit came between two sampled tokens."""
+    """Tokens whose KV the engine computed again, as a refit came between two sampled tokens; at the start of
+    a turn with what the environment added."""
     total = 0
     for segment in rollout.segments:
-        at = np.flatnonzero(segment.action_mask)
+        at = np.flatnonzero(segment.versions >= 0)
         total += int(at[1:][np.diff(segment.versions[at]) > 0].sum())  # all that stands before such a token
     return total
 
@@ -154,6 +155,11 @@ def advice(row: dict, rollouts: list[Rollout], drops: dict, group_size: int, max
         found["few tokens weigh"] = (
             f"a few tokens outweigh all others (largest weight {row['is/max_weight']:.3g}, effective sample "
             f"size {row['is/ess']:.2g} of the tokens): bound a token by --max-weight, or by --correction tis"
+        )
+    if row.get("is/dropped_frac", 0) > 0.5 or row.get("gate/rejected_frac", 0) > 0.5:
+        found["rejected"] = (
+            "more than half of a step was rejected as too far from the policy that sampled it: raise "
+            "--correction-cap (or --delta), or lower --max-staleness or --lr"
         )
     if row["rollout/truncated_frac"] > 0.5:
         found["truncated"] = (

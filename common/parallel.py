@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 from annotated_types import Ge
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -64,6 +64,14 @@ def build_model(path: str, device: torch.device, dtype: str = "bfloat16") -> tor
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
     return model
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Frees what a forward without a backward leaves whole. FSDP2 keeps its root so, and then the parameters
+    that one sees there are copies in the compute dtype."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def describe(model: torch.nn.Module) -> str:

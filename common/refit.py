@@ -35,8 +35,8 @@ class RefitError(RuntimeError):
 def hash_words(words: torch.Tensor) -> torch.Tensor:
     """A position-sensitive 64-bit hash of a flat tensor of integers of up to 32 bits, left where they are.
 
-    The sum of word x odd weight modulo 2^64, so changing one word, or swapping two, always changes it. On a
-    GPU a kernel reads them once.
+    The sum of word x odd weight modulo 2^64, so changing one word, or swapping two, always changes it
+    (several changes made to fit could cancel out). On a GPU a kernel reads them once.
     """
     if words.device.type == "cuda":
         from common.refit_kernel import hash_on_gpu
@@ -247,15 +247,15 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 def choose_transport(gpus: list[str]) -> str:
     """How buckets travel, from the GPU of the sender and of each receiver ("cpu" for none): "gloo" between
-    CPUs, "nccl" between GPUs, "ipc" (CUDA memory that both map) on one GPU. Raises RefitError where only some
-    share the sender's."""
+    CPUs, "nccl" between GPUs, "ipc" (CUDA memory that both map) for one engine on the sender's GPU. Raises
+    RefitError for any other sharing."""
     if "cpu" in gpus:
         return "gloo"
     if len(set(gpus)) == len(gpus):
         return "nccl"
-    if len(set(gpus)) == 1:
+    if len(set(gpus)) == 1 and len(gpus) == 2:
         return "ipc"
-    raise RefitError("either all engines share the trainer's GPU, or none does and each has its own")
+    raise RefitError("either one engine shares the trainer's GPU, or each worker has a GPU of its own")
 
 
 class Wire:
@@ -311,7 +311,7 @@ class Wire:
 
     def meet(self) -> None:
         """On shared memory nothing travels: the sender has packed, the receivers have placed."""
-        torch.cuda.current_stream().synchronize()
+        self.finish()
         self.control.barrier().wait()
 
     def send(self, sizes: list[int], pack) -> None:
@@ -354,9 +354,10 @@ class Wire:
         done.record()
         while not done.query():
             if time.monotonic() > deadline:
-                self.data.abort()
+                if self.transport == "nccl":
+                    self.data.abort()
                 raise RefitError(f"the transfer was not over after {self.timeout_s:.0f} s: a peer is gone")
-            time.sleep(0.0001)
+            time.sleep(0)  # it is a matter of milliseconds
 
 
 def broadcast(group, tensor: torch.Tensor) -> dist.Work:
@@ -422,9 +423,9 @@ class WeightSender:
         if self.rank != 0:
             return [0 for _ in gathered]
         self.wire.send(self.sizes, pack)
+        self.wire.finish()  # before anything waits for the GPU without a deadline
         checksums = torch.stack(hashes).tolist()
         self.wire.send_object({"checksums": checksums})
-        self.wire.finish()
         return checksums
 
 

@@ -1,7 +1,7 @@
 """The engine's half of a refit. vLLM imports this module in its worker process (`worker_extension_cls`).
 
 Two ways in. The learned plan copies straight into the parameters, and is sound where the engine keeps plain
-tensors. vLLM's layer-wise reload repacks layers through their own hooks, and is always available. The first
+tensors. vLLM's layer-wise reload repacks layers through their own hooks. The first
 refit is the gate: it sends what the engine loaded from disk, so whatever changes a bit is wrong.
 """
 
@@ -43,7 +43,8 @@ class InitInfo(base.WeightTransferInitInfo):
     port: int
     first_rank: int  # of this engine's workers in the transfer group
     world_size: int
-    timeout_s: float
+    start_timeout_s: float  # until all have come
+    timeout_s: float  # of a transfer
 
 
 @dataclass
@@ -56,7 +57,7 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, info: InitInfo) -> None:
-        store = refit.connect_store(info.host, info.port, info.timeout_s)
+        store = refit.connect_store(info.host, info.port, info.start_timeout_s)
         rank, self.device = info.first_rank + self.parallel_config.rank, torch.device(self.device)
         self.wire = refit.Wire(store, rank, info.world_size, self.device, info.timeout_s)
         self.mode: str | None = None  # "plan" or "reload", decided by the gate

@@ -17,7 +17,9 @@ from common.sample import RecordError, Rollout, Segment, check_reward, extend_se
 @dataclass
 class EngineFlags:
     num_engines: Annotated[int, Ge(1)] = 1
-    """vLLM engines, each with its own rollout worker; on GPUs each takes one GPU."""
+    """vLLM engines, each with its own rollout worker; on GPUs each takes --engine-tp GPUs."""
+    engine_tp: Annotated[int, Ge(1)] = 1
+    """Workers over which vLLM splits the model of one engine (tensor parallelism), each on a GPU."""
     max_model_len: Annotated[int, Ge(2)] = 512
     """Longest context of an episode in tokens, prompt and all turns together. More costs KV memory."""
     max_in_flight: Annotated[int, Ge(1)] = 16
@@ -27,7 +29,8 @@ class EngineFlags:
     """KV cache of one engine in GiB. Default: 0.25 on a CPU, on a GPU what --gpu-memory-utilization leaves.
     Raise it for longer contexts or more in flight."""
     gpu_memory_utilization: Annotated[float | None, Gt(0), Le(1)] = None
-    """Share of its GPU's memory that an engine may use. Default: 0.85, or 0.4 beside a trainer."""
+    """Share of its GPU's memory that an engine may use. Default: 0.8, or 0.4 beside a trainer. Besides, a
+    refit between GPUs needs twice the largest weight."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and compute of the engine: float32, bfloat16, or auto (that of the checkpoint)."""
 
@@ -55,7 +58,7 @@ class Engine:
 
         # decode graphs without torch.compile: half the start-up, and decoding is what a rollout does
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        share = flags.gpu_memory_utilization or (0.85 if gpus == 1 else 0.4)
+        share = flags.gpu_memory_utilization or 0.8 * gpus
         on_gpu = {"gpu_memory_utilization": share, "compilation_config": graphs, "moe_backend": "triton"}
         kv_cache_gb = flags.kv_cache_gb or (None if gpus else 0.25)
         self.llm = AsyncLLM.from_engine_args(
@@ -69,12 +72,14 @@ class Engine:
                 weight_transfer_config=WeightTransferConfig(backend="instar"),
                 worker_extension_cls="common.refit_worker.WorkerExtension",
                 disable_log_stats=True,
+                tensor_parallel_size=flags.engine_tp,
+                distributed_executor_backend="mp" if flags.engine_tp > 1 else None,
                 kv_cache_memory_bytes=kv_cache_gb and int(kv_cache_gb * 2**30),
                 **(on_gpu if gpus else {"enforce_eager": True}),
             )
         )
         self.make_sampling, self.final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
-        self.max_model_len = flags.max_model_len
+        self.flags, self.max_model_len = flags, flags.max_model_len
         self.requests = self.sampled_tokens = 0
 
     async def start(self, stop_token_ids: list[int]) -> None:
@@ -116,13 +121,17 @@ class Engine:
 
     # Weights: the algorithm's file calls these in order.
 
-    async def connect(self, host: str, port: int, first_rank: int, world_size: int, timeout_s: float) -> None:
+    async def connect(
+        self, host: str, port: int, index: int, start_timeout_s: float, timeout_s: float
+    ) -> None:
+        """Engine `index` meets the trainer and the other engines at the store there. `timeout_s` is that of a
+        transfer."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        info = {"host": host, "port": port, "first_rank": first_rank, "world_size": world_size}
-        await self.llm.init_weight_transfer_engine(
-            WeightTransferInitRequest(init_info=info | {"timeout_s": timeout_s})
-        )
+        workers = self.flags.engine_tp
+        info = {"host": host, "port": port, "start_timeout_s": start_timeout_s, "timeout_s": timeout_s}
+        info |= {"first_rank": 1 + index * workers, "world_size": 1 + self.flags.num_engines * workers}
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def pause(self) -> None:
         """Freezes what is in flight and clears every cache; requests recompute their KV under the new

@@ -33,9 +33,10 @@ def pack_group(group: list[Rollout]) -> list:
     return [newest, *(data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))]
 
 
-def unpack_group(pieces: tuple[bytes | list[ray.ObjectRef], ...]) -> list[Rollout]:
+def unpack_group(pieces: tuple[bytes | list[ray.ObjectRef], ...], fetch=ray.get) -> list[Rollout]:
+    """`fetch` gets what is behind a reference."""
     by_reference = isinstance(pieces[0], list)
-    return pickle.loads(ray.get(pieces[0][0]) if by_reference else b"".join(pieces))
+    return pickle.loads(fetch(pieces[0][0]) if by_reference else b"".join(pieces))
 
 
 class SampleQueue:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common import checkpoint
 from common.checkpoint import load_checkpoint, load_weights, save_checkpoint, starting_point
 from common.checks import FlagError
+from common.logprobs import LogprobHead
 from common.models import char_tokenizer, make_tiny
 from common.parallel import build_model, join_world
 from common.refit import connect_store, open_store
@@ -303,6 +304,12 @@ def rank_process(rank: int, tiny: str, out: str, *ports) -> None:
     seen(pair, "loaded by two")
     train(*pair, range(3, 5))
     seen(pair, "gone on by two")
+    # as at a run's start: the probe of the gate, a forward without a backward, comes before other weights
+    head, ids = LogprobHead(pair[0]), torch.arange(5, 13)[None]
+    with torch.no_grad():
+        head(pair[0], ids[:, :-1], ids[:, 1:], 1.0)
+    whole_ones = [name for name, p in pair[0].named_parameters() if not isinstance(p, DTensor)]
+    assert not whole_ones, f"left unsharded: {whole_ones}"
     load_weights(path, pair[0], rank)
     seen(pair, "weights by two")
     dist.destroy_process_group()

@@ -49,10 +49,16 @@ REFUSALS = [
     (lambda: checks.check_ranks(9, 8), ["--num-trainers 9", "8 rollouts", "--num-trainers 1 to 8"]),
     (lambda: checks.check_ranks(0, 8), ["--num-trainers 0", "--num-trainers 1 to 8"]),
     (
-        lambda: checks.check_gpu_split(3, 2, gpus=4),
+        lambda: checks.check_gpu_split(3, 1, 2, gpus=4),
         ["--num-engines 3", "--num-trainers 2", "need 5 GPUs, there are 4", "lower --num-engines"],
     ),
-    (lambda: checks.check_gpu_split(1, 2, gpus=2), ["need 3 GPUs, there are 2"]),
+    (lambda: checks.check_gpu_split(1, 1, 2, gpus=2), ["need 3 GPUs, there are 2"]),
+    (lambda: checks.check_gpu_split(2, 1, 1, gpus=1), ["--num-engines 2", "need 3 GPUs, there are 1"]),
+    (lambda: checks.check_gpu_split(1, 2, 1, gpus=1), ["--engine-tp 2", "need 3 GPUs, there are 1"]),
+    (
+        lambda: checks.check_gpu_split(2, 4, 1, gpus=8),
+        ["--num-engines 2 x --engine-tp 4 and --num-trainers 1 need 9 GPUs, there are 8"],
+    ),
     (
         lambda: checks.check_context(200, 400, 512),
         ["--max-new-tokens 400", "lower --max-new-tokens to 312", "raise --max-model-len to 600"],
@@ -82,9 +88,10 @@ def test_what_works_passes(tmp_path):
     checks.check_group_size(2)
     checks.check_minibatches(16, 16)
     checks.check_ranks(8, 8)
-    checks.check_gpu_split(2, 2, gpus=4)
-    checks.check_gpu_split(4, 4, gpus=1)  # all share it
-    checks.check_gpu_split(64, 64, gpus=0)
+    checks.check_gpu_split(2, 1, 2, gpus=4)
+    checks.check_gpu_split(1, 2, 2, gpus=4)
+    checks.check_gpu_split(1, 1, 1, gpus=1)  # both share it
+    checks.check_gpu_split(64, 1, 64, gpus=0)
     checks.check_context(256, 256, 512)
 
 

@@ -137,6 +137,9 @@ CASES = {
     ),
     "a weight of 100 among 1e4 of 1": ({"is/ess": 0.51, "is/max_weight": 100.0}, [rollout()], {}, {}),
     "most tokens dropped, the others at 1": ({"is/ess": 0.05, "is/max_weight": 1.9}, [rollout()], {}, {}),
+    "most rollouts rejected": ({"gate/rejected_frac": 0.6}, [rollout()], {},
+                               {"rejected": ["--correction-cap", "--delta", "--max-staleness"]}),
+    "a few tokens dropped": ({"is/dropped_frac": 0.4}, [rollout()], {}, {}),
     "cut off": ({"rollout/truncated_frac": 0.75}, [rollout()], {},
                 {"truncated": ["75%", "--max-new-tokens", "now 16"]}),
 }  # fmt: skip

@@ -63,7 +63,7 @@ def train(rank: int, num_ranks: int, port, path: str, out: str) -> None:
     if rank == 0:
         store = open_store("127.0.0.1", 60)  # lives until the last step
         port.put(store.port)
-    trainer.setup("127.0.0.1", store.port if rank == 0 else port.get(timeout=120), "float32", num_engines=0)
+    trainer.setup("127.0.0.1", store.port if rank == 0 else port.get(timeout=120), "float32", num_workers=0)
     named = dict(trainer.model.named_parameters())
     held = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
     results = {

@@ -657,7 +657,7 @@ def take_steps(rank: int, num_ranks: int, port, path: str, out: str) -> None:
     if rank == 0:
         store = open_store("127.0.0.1", 60)  # lives until the last step
         port.put(store.port)
-    trainer.setup("127.0.0.1", store.port if rank == 0 else port.get(timeout=120), "float32", num_engines=0)
+    trainer.setup("127.0.0.1", store.port if rank == 0 else port.get(timeout=120), "float32", num_workers=0)
     head = trainer.critic.get_output_embeddings()
     put(head.weight, head_weight(head.weight.shape[1]))
     start = {name: weights_of(model) for name, (model, _) in trainer.parts.items()}

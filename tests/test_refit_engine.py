@@ -15,21 +15,25 @@ from common.refit import WeightSender, compare_probe, open_store
 from common.rollout import Engine, EngineFlags
 
 PROMPTS = [[5 + 7 * i % 90, 11, 23 + i, 40, 71, 8 + i, 60, 33] for i in range(8)]
-MODELS = {"tied": {}, "untied": {"tied": False}, "moe": {"moe": True}}
+MODELS = {"tied": {}, "untied": {"tied": False}, "moe": {"moe": True}, "tied, two workers": {}}
 
 
 class Link:
     """A trainer's model and sender, and an engine on the same weights, joined for refits."""
 
-    def __init__(self, path: str, timeout_s: float = 60):
-        self.model, self.timeout_s = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), timeout_s
+    def __init__(self, path: str, timeout_s: float = 60, workers: int = 1):
+        self.workers = workers  # of the engine: tensor parallelism
+        self.model, self.timeout_s = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+            timeout_s,
+        )
         self.sender = WeightSender(self.model, rank=0, dtype="float32", timeout_s=timeout_s)
         self.store = open_store("127.0.0.1", 60)
 
     async def join(self, path: str) -> None:
-        self.engine = await start_engine(path)
-        connecting = self.engine.connect("127.0.0.1", self.store.port, 1, 2, self.timeout_s)
-        await asyncio.gather(asyncio.to_thread(self.sender.join, self.store, 2), connecting)
+        self.engine = await start_engine(path, self.workers)
+        connecting = self.engine.connect("127.0.0.1", self.store.port, 0, 60, self.timeout_s)
+        await asyncio.gather(asyncio.to_thread(self.sender.join, self.store, 1 + self.workers), connecting)
 
     async def refit(self, version: int) -> dict:
         await self.engine.pause()
@@ -45,8 +49,8 @@ class Link:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
 
-async def start_engine(path: str) -> Engine:
-    engine = Engine(path, "float32", 0, EngineFlags(max_model_len=64), gpus=0.0)
+async def start_engine(path: str, workers: int = 1) -> Engine:
+    engine = Engine(path, "float32", 0, EngineFlags(max_model_len=64, engine_tp=workers), gpus=0.0)
     await engine.start([char_tokenizer().eos_token_id])
     return engine
 
@@ -63,7 +67,7 @@ async def behaviour(engine: Engine) -> tuple[list[list[int]], torch.Tensor]:
 def test_after_every_refit_the_engine_equals_a_fresh_one_on_the_new_weights(kind, tmp_path):
     async def run():
         old, new = make_tiny(tmp_path / "old", **MODELS[kind]), str(tmp_path / "new")
-        link = Link(old)
+        link = Link(old, workers=2 if "two workers" in kind else 1)
         await link.join(old)
         before = await behaviour(link.engine)
         gate = await link.refit(0)  # its own weights: nothing may change
@@ -80,7 +84,7 @@ def test_after_every_refit_the_engine_equals_a_fresh_one_on_the_new_weights(kind
         assert set(completion.versions.tolist()) == {3}
         link.engine.llm.shutdown()
         save_model(link.model, char_tokenizer(), Path(new), rank=0)
-        fresh_engine = await start_engine(new)
+        fresh_engine = await start_engine(new, link.workers)
         fresh = await behaviour(fresh_engine)
         fresh_engine.llm.shutdown()
         assert refitted[0] == fresh[0]
@@ -164,6 +168,22 @@ def test_a_fault_on_the_wire_is_an_error_and_the_engine_is_never_resumed(
             await asyncio.sleep(6)  # what still waits there has reached its deadline
         with pytest.raises(Exception, match="failed a refit before"):  # also not by a later, correct refit
             await link.engine.receive_weights(3)
+        link.engine.llm.shutdown()
+
+    asyncio.run(run())
+
+
+def test_other_weights_than_the_engine_loaded_fail_at_the_gate(tmp_path):
+    async def run():
+        path = make_tiny(tmp_path / "model")
+        link = Link(path)
+        await link.join(path)
+        link.perturb(seed=1)
+        with pytest.raises(
+            Exception, match="gate: sending the engine its own weights changed .*embed_tokens"
+        ):
+            await link.refit(0)
+        assert await link.engine.llm.is_paused()
         link.engine.llm.shutdown()
 
     asyncio.run(run())

@@ -473,32 +473,38 @@ def test_a_transfer_that_breaks_raises_and_is_not_remembered_as_sent():
     assert not sender.send(2)["changed"]
 
 
+def two_wires(timeout_s: float) -> list[Wire]:
+    """Both ends, in this process."""
+    store, ends = open_store("127.0.0.1", 20), {}
+
+    def join(rank: int) -> None:
+        end = connect_store("127.0.0.1", store.port, 20)
+        ends[rank] = Wire(end, rank, 2, torch.device("cpu"), timeout_s)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [ends[0], ends[1]]
+
+
 def test_a_peer_that_never_comes_or_stops_in_the_middle_is_an_error_within_the_deadline(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = open_store("127.0.0.1", 2)
     start = time.monotonic()
     with pytest.raises(Exception, match="(?i)time"):
         Wire(store, 0, 2, torch.device("cpu"), 2)
-    store = open_store("127.0.0.1", 20)
-    wires = {}
-
-    def join(rank: int) -> None:
-        wires[rank] = Wire(connect_store("127.0.0.1", store.port, 20), rank, 2, torch.device("cpu"), 2)
-
-    joining = threading.Thread(target=join, args=(1,))
-    joining.start()
-    join(0)
-    joining.join(20)
-    for wire in wires.values():
-        wire.allocate([64, 64, 64])
-    arriving = wires[1].receive([64, 64, 64])
+    sizes = [64, 64, 64]
     with pytest.raises(RuntimeError):  # the engine takes nothing: the sender may not wait for ever
-        wires[0].send([64, 64, 64], lambda index, bucket: time.sleep(0))
-        wires[0].receive_object()
-    with pytest.raises(RuntimeError):  # and the engine that waits for a bucket that never comes
-        for _ in arriving:
-            pass
-        wires[1].receive_object()
+        sender, _ = two_wires(timeout_s=2)
+        sender.allocate(sizes)
+        sender.send(sizes, lambda index, bucket: None)
+        sender.receive_object()
+    with pytest.raises(RuntimeError):  # and the engine waits for a bucket that never comes
+        _, receiver = two_wires(timeout_s=2)
+        receiver.allocate(sizes)
+        next(receiver.receive(sizes))
     assert time.monotonic() - start < 20
 
 
@@ -506,8 +512,8 @@ def test_the_transport_follows_from_where_the_processes_are():
     assert choose_transport(["cpu", "cpu"]) == choose_transport(["GPU-1", "cpu"]) == "gloo"
     assert choose_transport(["GPU-1", "GPU-2", "GPU-3"]) == "nccl"
     assert choose_transport(["GPU-1", "GPU-1"]) == "ipc"
-    for mixed in (["GPU-1", "GPU-1", "GPU-2"], ["GPU-1", "GPU-2", "GPU-2"]):
-        with pytest.raises(RefitError, match="share the trainer's GPU"):
+    for mixed in (["GPU-1", "GPU-1", "GPU-2"], ["GPU-1", "GPU-2", "GPU-2"], ["GPU-1", "GPU-1", "GPU-1"]):
+        with pytest.raises(RefitError, match="shares the trainer's GPU"):
             choose_transport(mixed)
 
 

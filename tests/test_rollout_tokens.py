@@ -199,6 +199,11 @@ def test_tokens_whose_kv_is_computed_again_after_a_refit_are_counted():
     for segments, expected in (([crossing], 7 + 11), ([calm], 0), ([calm, crossing], 18)):
         rollout = Rollout("0.0", "g0", 0, "0", segments, [1.0])
         assert rollout_metrics([rollout], [], 0, {}, {})["rollout/reprefilled_tokens"] == expected
+    crossing.action_mask[4:7] = (
+        False  # --late mask takes stale tokens out of the loss: they were sampled still
+    )
+    rollout = Rollout("0.0", "g0", 0, "0", [crossing], [1.0])
+    assert rollout_metrics([rollout], [], 0, {}, {})["rollout/reprefilled_tokens"] == 7 + 11
 
 
 def test_a_turn_after_the_fork_whose_history_stays_goes_on_in_the_forked_row():

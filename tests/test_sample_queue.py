@@ -504,7 +504,7 @@ def test_a_group_comes_out_of_the_queue_as_it_went_in(inline_bytes, piece_bytes,
         assert await following == 1
         return packed
 
-    got = unpack_group(asyncio.run(through_the_queue()))
+    got = unpack_group(asyncio.run(through_the_queue()), common.sample_queue.ray.get)
     for before, after in zip(sent, got, strict=True):
         for name in ("token_ids", "action_mask", "logprobs", "versions"):
             one, two = getattr(before.segments[0], name), getattr(after.segments[0], name)

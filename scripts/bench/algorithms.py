@@ -2,6 +2,7 @@
 
     .venv/bin/python scripts/bench/algorithms.py            all of it: some 40 minutes a task on two cores
     .venv/bin/python scripts/bench/algorithms.py reverse    one task
+    .venv/bin/python scripts/bench/algorithms.py long       6,000 updates of FlashREINFORCE at staleness 4
 
 Resumable: runs that are done are not repeated (runs/algorithms/). Writes docs/algorithms.json, a picture with
 the spread over seeds against rollouts and against seconds, and prints the table.
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+import pandas
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -24,6 +26,8 @@ TASKS = {
     "reverse": ["--env", "reverse", "--max-steps", "120"],
     "sort": ["--env", "scripts/examples/sort_digits.py:SortDigits", "--max-steps", "300"],
 }
+LONG = "--env reverse --max-steps 6000 --prompts-per-step 32 --max-staleness 4 --lr 3e-4 --lr-end-ratio 1".split()
+LONG += ["--eval-every", "500"]
 ALGORITHMS = {
     "grpo": ["--prompts-per-step", "16", "--group-size", "8"],
     "flash_reinforce": ["--prompts-per-step", "128"],
@@ -31,14 +35,15 @@ ALGORITHMS = {
 }
 
 
-def run(algorithm: str, task: str, seed: int) -> list[dict]:
+def run(algorithm: str, name: str, flags: list[str]) -> list[dict]:
     """The rows of a run, which is made if it has not been made to its end. Raises CalledProcessError."""
-    folder = FOLDER / f"{task}-{algorithm}-{seed}"
+    folder = FOLDER / name
     if not (folder / "summary.json").exists():
         subprocess.run(["rm", "-rf", str(folder)], check=True)
-        command = [sys.executable, "-m", f"algos.{algorithm}", "--seed", str(seed), "--eval-every", "10"]
-        flags = [*TASKS[task], *ALGORITHMS[algorithm], "--output-dir", str(folder), "--no-tensorboard"]
-        subprocess.run([*command, *flags], cwd=ROOT, check=True, timeout=3600)
+        command = [sys.executable, "-m", f"algos.{algorithm}", *flags]
+        subprocess.run(
+            [*command, "--output-dir", str(folder), "--no-tensorboard"], cwd=ROOT, check=True, timeout=3600
+        )
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -68,7 +73,11 @@ def main(tasks: list[str]) -> None:
     print("|---|---|---|---|---|---|")
     for task, (left, right) in zip(tasks, axes):
         for color, algorithm in zip(("C0", "C1", "C2"), ALGORITHMS):
-            curves = [curve(run(algorithm, task, seed)) for seed in SEEDS]
+            flags = [*TASKS[task], *ALGORITHMS[algorithm], "--eval-every", "10"]
+            curves = [
+                curve(run(algorithm, f"{task}-{algorithm}-{seed}", [*flags, "--seed", str(seed)]))
+                for seed in SEEDS
+            ]
             results[f"{task} {algorithm}"] = curves
             starts, ends = ([round(points[place][2], 3) for points in curves] for place in (0, -1))
             rollouts, seconds = ([first_at(points, place) for points in curves] for place in (0, 1))
@@ -79,6 +88,14 @@ def main(tasks: list[str]) -> None:
                 at = np.mean([[point[place] for point in points] for points in curves], axis=0)
                 axis.plot(at, scores.mean(0), color=color, label=algorithm)
                 axis.fill_between(at, scores.min(0), scores.max(0), color=color, alpha=0.2)
+        flags = [*TASKS[task], *ALGORITHMS["grpo"], "--eval-every", "10", "--lr", "0"]
+        control = curve(run("grpo", f"{task}-control-1", [*flags, "--seed", "1"]))
+        results[f"{task} grpo --lr 0"] = [control]
+        print(
+            f"| {task} | grpo --lr 0 | {control[0][2]:.3f} | {control[-1][2]:.3f} | never | never |",
+            flush=True,
+        )
+        left.plot(*np.array(control)[:, [0, 2]].T, color="black", linestyle=":", label="grpo --lr 0")
         left.set(title=task, xlabel="rollouts", ylabel="greedy exact match", ylim=(-0.03, 1.03))
         right.set(xlabel="seconds of training", ylim=(-0.03, 1.03))
         left.legend(frameon=False)
@@ -87,5 +104,24 @@ def main(tasks: list[str]) -> None:
     figure.savefig(ROOT / "docs" / "algorithms.png")
 
 
+def long_run() -> None:
+    """6,000 updates of FlashREINFORCE at staleness 4, without a restart: docs/flash_long.{json,png}."""
+    columns = ["reward/mean", "eval/reverse/mean", "gate/rejected_frac", "is/max_weight", "is/ess"]
+    columns += ["staleness/mean", "mismatch/abs_mean", "grad_norm"]
+    frame = pandas.DataFrame(run("flash_reinforce", "flash-long", LONG)).set_index("step")[columns]
+    frame.interpolate(limit_area="inside").plot(
+        subplots=True, layout=(4, 2), figsize=(10, 9), lw=0.6, grid=True
+    )
+    plt.tight_layout()
+    plt.savefig(ROOT / "docs" / "flash_long.png", dpi=110)
+    blocks = frame.groupby(frame.index // 1000)
+    table = blocks.mean().join(blocks["is/max_weight"].max().rename("largest weight"))
+    (ROOT / "docs" / "flash_long.json").write_text(table.to_json(orient="index", indent=1) + "\n")
+    print(table.round(4).to_string())
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(TASKS))
+    if sys.argv[1:] == ["long"]:
+        long_run()
+    else:
+        main(sys.argv[1:] or list(TASKS))

@@ -74,7 +74,7 @@ class Worker:
         await self.engine.start([1])
 
     async def connect(self, host: str, port: int) -> None:
-        await self.engine.connect(host, port, 1, 2, 120.0)
+        await self.engine.connect(host, port, 0, 120.0, 120.0)
 
     async def noop(self) -> float:
         start = time.perf_counter()

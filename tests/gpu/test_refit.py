@@ -37,6 +37,7 @@ def receiver(port: int, results, stop_after: int) -> None:
     right = []
     for index, bucket in wire.receive(SIZES):
         right.append(torch.equal(bucket, content(index, SIZES[index], "cuda")))
+        torch.cuda._sleep(100_000_000)  # some 50 ms: whoever did not wait would read or write too early
         bucket.fill_(7)  # what is read back is written into the bucket: the sender must not mind
         if len(right) == stop_after:
             results.put((wire.transport, right))
@@ -57,7 +58,9 @@ def start(stop_after: int):
 
 
 def pack(index: int, bucket: torch.Tensor) -> None:
-    bucket.copy_(content(index, SIZES[index], "cuda"))
+    filled = content(index, SIZES[index], "cuda")
+    torch.cuda._sleep(100_000_000)
+    bucket.copy_(filled)
 
 
 def test_buckets_arrive_through_shared_memory():
