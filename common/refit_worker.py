@@ -1,8 +1,8 @@
 """The engine's half of a refit. vLLM imports this module in its worker process (`worker_extension_cls`).
 
 Two ways in. The learned plan copies straight into the parameters, and is sound where the engine keeps plain
-tensors. vLLM's layer-wise reload repacks layers through their own hooks. The first
-refit is the gate: it sends what the engine loaded from disk, so whatever changes a bit is wrong.
+tensors. vLLM's layer-wise reload repacks layers through their own hooks. The first refit is the gate: it
+sends what the engine loaded from disk, so whatever changes a bit is wrong.
 """
 
 import time
@@ -150,10 +150,8 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         Where a kernel repacked it, it can't be, nor where it is spread over ranks; the probe covers those.
         """
         live = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
-        copies, held = (
-            self.plan[entry.name],
-            torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=self.device),
-        )
+        copies = self.plan[entry.name]
+        held = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=self.device)
         storages = {copy.destination.untyped_storage().data_ptr() for copy in copies}
         whole = sum(copy.destination.numel() for copy in copies) == held.numel()
         if entry.name in self.repacked or not storages <= live or not whole:

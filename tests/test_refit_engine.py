@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,29 +172,30 @@ def test_a_fault_on_the_wire_is_an_error_and_the_engine_is_never_resumed(
     asyncio.run(run())
 
 
-def test_other_weights_than_the_engine_loaded_fail_at_the_gate(tmp_path):
+def move_weights(link: Link) -> None:
+    link.perturb(seed=1)
+
+
+def add_a_name(link: Link) -> None:
+    link.model.register_parameter("gamma", torch.nn.Parameter(torch.ones(3)))
+
+
+REFUSED = [
+    (move_weights, "gate: sending the engine its own weights changed .*embed_tokens"),
+    (add_a_name, "does not know a name .*gamma"),
+]
+
+
+@pytest.mark.parametrize("spoil, message", REFUSED)
+def test_the_gate_refuses_other_weights_than_the_engine_loaded_and_names_it_does_not_know(
+    spoil, message, tmp_path
+):
     async def run():
         path = make_tiny(tmp_path / "model")
         link = Link(path)
         await link.join(path)
-        link.perturb(seed=1)
-        with pytest.raises(
-            Exception, match="gate: sending the engine its own weights changed .*embed_tokens"
-        ):
-            await link.refit(0)
-        assert await link.engine.llm.is_paused()
-        link.engine.llm.shutdown()
-
-    asyncio.run(run())
-
-
-def test_a_name_that_the_engine_does_not_know_is_refused_at_the_gate(tmp_path):
-    async def run():
-        path = make_tiny(tmp_path / "model")
-        link = Link(path)
-        await link.join(path)
-        link.model.register_parameter("gamma", torch.nn.Parameter(torch.ones(3)))
-        with pytest.raises(Exception, match="does not know a name .*gamma"):
+        spoil(link)
+        with pytest.raises(Exception, match=message):
             await link.refit(0)
         assert await link.engine.llm.is_paused()
         link.engine.llm.shutdown()

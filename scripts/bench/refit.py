@@ -302,9 +302,11 @@ def measure(name: str, args: Args) -> dict:
     lap("refits under load")
 
     logprobs = {k: torch.tensor(ray.get(w.logprobs.remote())) for k, w in workers.items() if k != "vllm"}
-    fresh = logprobs.get("fresh a", logprobs["ours"])
-    difference, noise = (logprobs["ours"] - fresh).abs(), (fresh - logprobs.get("fresh b", fresh)).abs()
-    moved = (logprobs["ours"] - torch.tensor(before)).abs()
+    differences = {"moved": (logprobs["ours"] - torch.tensor(before)).abs()}
+    if "fresh a" in workers:
+        differences["difference"] = (logprobs["ours"] - logprobs["fresh a"]).abs()
+    if "fresh b" in workers:
+        differences["noise"] = (logprobs["fresh a"] - logprobs["fresh b"]).abs()
     bucket = torch.zeros(min(rows[0]["bytes"], 1 << 30), dtype=torch.uint8, device=device)
     hash_words(bucket.view(torch.int32))
     start = time.perf_counter()
@@ -329,12 +331,8 @@ def measure(name: str, args: Args) -> dict:
     if on_gpu:
         result["trainer_gpu_mem_peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
     result |= {key: rows[0][key] for key in ("bytes", "mode", "transport", "checked_tensors", "tensors")}
-    result |= {"mean_difference": float(difference.mean()), "max_difference": float(difference.max())}
-    result |= {
-        "mean_moved": float(moved.mean()),
-        "mean_noise": float(noise.mean()),
-        "max_noise": float(noise.max()),
-    }
+    for kind, values in differences.items():
+        result |= {f"mean_{kind}": float(values.mean()), f"max_{kind}": float(values.max())}
     result["sequences_over_several_versions"] = f"{sum(v > 1 for v in versions)} of {len(versions)}"
     return result
 
