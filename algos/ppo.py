@@ -349,7 +349,8 @@ class RolloutWorker:
         }
         self.engine = Engine(model_path, dtype, args.seed + index, args.engine, gpus)
         await self.engine.start([self.tokenizer.eos_token_id])
-        await self.engine.connect(*store, index, args.deadline.start_timeout_s, args.deadline.refit_timeout_s)
+        timeouts = (args.deadline.start_timeout_s, args.deadline.refit_timeout_s)
+        await self.engine.connect(*store, index, args.parallel.num_trainers, *timeouts)
 
     async def produce(self, queue) -> None:
         """Keeps `max_in_flight` groups going for as long as the queue gives tickets."""
@@ -437,8 +438,7 @@ class Trainer:
             self.ref_model = build_model(self.model_path, self.device, engine_dtype).requires_grad_(False)
             self.ref_head = LogprobHead(self.ref_model)
         self.sender = WeightSender(self.model, self.rank, engine_dtype, args.deadline.refit_timeout_s)
-        if self.rank == 0:
-            self.sender.join(store, 1 + num_workers)
+        self.sender.join(store, self.world_size, num_workers)
         return describe(self.model)
 
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
@@ -666,15 +666,15 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     run = Run(deadline.step_timeout_s)
     run.store = open_store(cluster.host(), deadline.start_timeout_s)  # where all processes meet
     store = (run.store.host, run.store.port)
-    gpus = cluster.gpus_per_process(engine.num_engines, engine.engine_tp, num_trainers)
+    gpus, engine_gpus, trainer_gpus = cluster.split_gpus(engine.num_engines, engine.engine_tp, num_trainers)
     dtype = resolve_dtype(model_path, engine.rollout_dtype, gpus > 0)
     plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
-    (run.queue,) = run.spawn("queue", SampleQueue, [plan], max_concurrency=10_000)
+    (run.queue,) = run.spawn("queue", SampleQueue, [plan], [{"max_concurrency": 10_000}])
     log.phase(f"{num_workers} x vLLM ({dtype}), {num_trainers} x FSDP2, {gpus:.3g} GPUs for each")
     engines = list(range(engine.num_engines))
-    run.workers = run.spawn("engine", worker_class, [()] * len(engines), num_gpus=gpus * engine.engine_tp)
+    run.workers = run.spawn("engine", worker_class, [()] * len(engines), engine_gpus)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
-    run.trainers = run.spawn("trainer", trainer_class, ranks, num_gpus=gpus)
+    run.trainers = run.spawn("trainer", trainer_class, ranks, trainer_gpus)
     started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus, *store)
     started = run.ask(run.trainers, "setup", *store, dtype, num_workers) + started
     log.phase(f"trainer: {run.get(started, 'start-up', deadline.start_timeout_s)[0]}")

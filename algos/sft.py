@@ -326,9 +326,9 @@ def start_run(args: Args, log: Logger, model_path: str) -> Run:
     log.phase(f"ray: starting; trainers: {num_trainers} x FSDP2")
     cluster.start(num_trainers, args.log.output_dir)
     run = Run(args.deadline.step_timeout_s)
-    gpus = cluster.gpus_per_process(0, 1, num_trainers)
+    gpus, _, trainer_gpus = cluster.split_gpus(0, 1, num_trainers)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
-    run.trainers = run.spawn("trainer", Trainer, ranks, num_gpus=gpus)
+    run.trainers = run.spawn("trainer", Trainer, ranks, trainer_gpus)
     run.store = open_store(cluster.host(), timeout_s)
     ready = run.ask(run.trainers, "setup", run.store.host, run.store.port)
     log.phase(f"trainer: {run.get(ready, 'trainers starting', timeout_s)[0]}")

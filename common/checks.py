@@ -154,13 +154,17 @@ def check_ranks(num_trainers: int, rollouts_per_minibatch: int) -> None:
 
 
 def check_gpu_split(num_engines: int, engine_tp: int, num_trainers: int, gpus: int) -> None:
-    """Refuses a split that needs more GPUs than there are. One GPU serves one engine and one trainer."""
-    needed, engines = num_engines * engine_tp + num_trainers, f"--num-engines {num_engines}"
+    """Refuses a split that needs more GPUs than there are. Or else each GPU serves a trainer and an engine
+    worker."""
+    workers, engines = num_engines * engine_tp, f"--num-engines {num_engines}"
     if engine_tp > 1:
         engines += f" x --engine-tp {engine_tp}"
-    if 0 < gpus < needed and (gpus, needed) != (1, 2):
-        what = f"{engines} and --num-trainers {num_trainers} need {needed} GPUs"
-        raise FlagError(f"{what}, there are {gpus}; lower --num-engines or --num-trainers")
+    shared = workers == num_trainers == gpus and (gpus == 1 or not os.environ.get("RAY_ADDRESS"))
+    if 0 < gpus < workers + num_trainers and not shared:
+        what = f"{engines} and --num-trainers {num_trainers} need {workers + num_trainers} GPUs"
+        fix = "lower --num-engines or --num-trainers"
+        fix += f", or share them: on one machine {gpus} of each" if gpus > 1 else ""
+        raise FlagError(f"{what}, there are {gpus}; {fix}")
 
 
 def check_context(prompt_tokens: int, max_new_tokens: int, max_model_len: int) -> None:
