@@ -25,6 +25,11 @@ CHUNK = 1 << 20  # elements that a CPU hashes at a time, so that it needs 8 MiB 
 WEIGHT_STEP = 0x3C6EF372FE94F82A  # of the hash; even, so that every weight is odd
 
 
+# Stacked experts, by the end of their name, and what each one of them holds.
+STACKED = dict.fromkeys(("gate_up_proj", "gate_and_up_projs"), ("gate_proj", "up_proj"))
+STACKED |= dict.fromkeys(("down_proj", "down_projs"), ("down_proj",))
+
+
 class RefitError(RuntimeError):
     """The engine does not hold what the trainer sent. It is never resumed after this."""
 
@@ -65,28 +70,31 @@ def gather(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if parameter.device_mesh.size() == 1 else parameter.full_tensor()
 
 
+def clean(name: str) -> str:
+    """A parameter's name without what a wrapper adds that recomputes activations."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 def checkpoint_tensors(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters under the names that checkpoints (and vLLM's loaders) use: stacked experts become one per
     expert.
 
-    `experts.gate_up_proj` [E, 2I, H] holds the I gate rows first, then the I up rows; `experts.down_proj` is
-    [E, H, I]. FSDP shards are gathered, so every rank must iterate in step.
+    transformers has `experts.gate_up_proj` [E, 2I, H], the I gate rows first, then the I up rows, and
+    `experts.down_proj` [E, H, I]; AutoModel has both transposed, as `gate_and_up_projs` and `down_projs`.
+    FSDP shards are gathered, so every rank must iterate in step.
     """
     for name, parameter in named_parameters:
-        tensor = gather(parameter)
-        if name.endswith("experts.gate_up_proj"):
-            for expert, gate_up in enumerate(tensor):
-                gate, up = gate_up.chunk(2)
-                prefix = name.removesuffix("gate_up_proj")
-                yield f"{prefix}{expert}.gate_proj.weight", gate
-                yield f"{prefix}{expert}.up_proj.weight", up
-        elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                yield f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", down
-        else:
+        name, tensor = clean(name), gather(parameter)
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith("experts") or last not in STACKED:
             yield name, tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            weight = weight.T if last.endswith("projs") else weight
+            for kind, part in zip(STACKED[last], weight.chunk(len(STACKED[last])), strict=True):
+                yield f"{prefix}.{expert}.{kind}.weight", part
 
 
 @dataclass
