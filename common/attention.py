@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+# Before torch 2.13 it takes fewer heads of keys than of queries without being told.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 PACKED = "instar_packed"  # the name under which transformers finds it: config._attn_implementation
 
 
@@ -16,12 +19,12 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, sl
     ends in `cu_seq_lens_q`. Returns ([1, N, heads, D], None). Raises NotImplementedError for a model whose
     attention needs more than that."""
     extra = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
-    if extra or (sliding_window and query.device.type == "cpu"):
-        what = ", ".join(extra) or "a sliding window on a CPU"
+    if extra or (sliding_window and query.dtype == torch.float32):
+        what = ", ".join(extra) or "a sliding window in fp32"
         raise NotImplementedError(f"packing is not written for attention with {what}; use --no-packing")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
-    if query.device.type == "cuda":
+    if query.device.type == "cuda" and query.dtype != torch.float32:  # there is no fp32 kernel
         from torch.nn.attention.varlen import varlen_attn
 
         # before torch 2.13 it takes fewer heads of keys without being told

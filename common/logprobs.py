@@ -9,7 +9,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from common.attention import pack
 from common.parallel import reshard
 
-CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # of logits that exist at a time
+CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 5 << 28}  # of logits that are made at a time
+KEPT_CHUNKS = 2  # that the backward pass finds, and need not make again
 
 
 def logit_sums(logits_TV: torch.Tensor, targets_T: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -44,33 +45,37 @@ def logit_gradients_(logits_TV, targets_T, log_z_T, entropy_T, grad_T, entropy_g
     return logits_TV.copy_(gradient_TV / temperature)
 
 
-def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, where `total` may be wider than the factors."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total + a @ b in place, in fp32 at least, also where the factors are narrower. None is a total of 0."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    how = {} if wide == a.dtype else {"out_dtype": wide}
+    return torch.mm(a, b, **how) if total is None else torch.addmm(total, a, b, **how, out=total)
 
 
 class LinearLogprobs(torch.autograd.Function):
     """(log-probs, entropies), both [T] in fp32, of `targets_T` under softmax(hidden @ weight.T / temperature).
 
-    Logits are made in chunks, in the dtype of the weights, and made again for the backward pass. With `group`
-    (tensor parallelism) each rank has the rows of the vocabulary from `first` on, and adds up with the others.
+    Logits are made in chunks, in the dtype of the weights, and most of them again for the backward pass, if
+    there will be one (`backward`). With `group` (tensor parallelism) each rank has the rows of the vocabulary
+    from `first` on, and adds up with the others.
     """
 
     @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, bias_V, targets_T, temperature: float, group, first: int):
-        targets_T = targets_T - first
-        size = CHUNK_BYTES[weight_VH.device.type] // (weight_VH.shape[0] * weight_VH.element_size())
-        chunks = [slice(at, at + max(1, size)) for at in range(0, len(targets_T), max(1, size))]
-        max_T, exp_T, weighted_T, target_T = torch.cat(
-            [
-                logit_sums(F.linear(hidden_TH[c], weight_VH, bias_V), targets_T[c], temperature)
-                for c in chunks
-            ],
-            dim=1,
-        )
+    def forward(
+        ctx, hidden_TH, weight_VH, bias_V, targets_T, temperature: float, group, first: int, backward: bool
+    ):
+        targets_T, count = targets_T - first, len(targets_T)
+        limit = CHUNK_BYTES[weight_VH.device.type] // (weight_VH.shape[0] * weight_VH.element_size())
+        size = -(-count // -(-count // max(1, limit)))  # as equal as can be
+        chunks = [slice(at, at + size) for at in range(0, count, size)]
+        parts, ctx.kept = [], {}
+        for number, c in enumerate(chunks):
+            logits_TV = F.linear(hidden_TH[c], weight_VH, bias_V)
+            parts.append(logit_sums(logits_TV, targets_T[c], temperature))
+            if backward and number >= len(chunks) - KEPT_CHUNKS:
+                ctx.kept[number] = logits_TV
+            del logits_TV  # before the next one is made
+        max_T, exp_T, weighted_T, target_T = torch.cat(parts, dim=1)
         if group is not None:
             highest_T = max_T.clone()
             dist.all_reduce(highest_T, dist.ReduceOp.MAX, group)
@@ -88,19 +93,20 @@ class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_T, entropy_grad_T):
         hidden_TH, weight_VH, bias_V, targets_T, log_z_T, entropy_T = ctx.saved_tensors
-        wide = torch.promote_types(weight_VH.dtype, torch.float32)
-        hidden_grad_TH = torch.empty_like(hidden_TH)
-        weight_grad_VH = torch.zeros_like(weight_VH, dtype=wide)
-        bias_grad_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
-        for c in ctx.chunks:
-            logits_TV = F.linear(hidden_TH[c], weight_VH, bias_V)
+        hidden_grad_TH, weight_grad_VH, bias_grad_V = torch.empty_like(hidden_TH), None, None
+        for number, c in reversed(list(enumerate(ctx.chunks))):
+            logits_TV = ctx.kept.pop(number, None)
+            if logits_TV is None:
+                logits_TV = F.linear(hidden_TH[c], weight_VH, bias_V)
             rows = targets_T[c], log_z_T[c], entropy_T[c], grad_T[c], entropy_grad_T[c]
             gradient_TV = logit_gradients_(logits_TV, *rows, ctx.temperature)
             hidden_grad_TH[c] = gradient_TV @ weight_VH
-            add_product_(weight_grad_VH, gradient_TV.T, hidden_TH[c])
+            weight_grad_VH = add_product(weight_grad_VH, gradient_TV.T, hidden_TH[c])
             if bias_V is not None:
-                bias_grad_V += gradient_TV.sum(0, dtype=wide)
-        return hidden_grad_TH, weight_grad_VH, bias_grad_V, None, None, None, None
+                part_V = gradient_TV.sum(0, dtype=weight_grad_VH.dtype)
+                bias_grad_V = part_V if bias_grad_V is None else bias_grad_V + part_V
+            del logits_TV, gradient_TV
+        return hidden_grad_TH, weight_grad_VH, bias_grad_V, None, None, None, None, None
 
 
 class LogprobHead:
@@ -131,7 +137,7 @@ class LogprobHead:
             bias, group = None if bias is None else bias.to_local(), mesh.get_group()
         if self.fp32:
             hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
-        arguments = self.targets_BS.flatten(), self.temperature, group, first
+        arguments = self.targets_BS.flatten(), self.temperature, group, first, torch.is_grad_enabled()
         values = LinearLogprobs.apply(hidden.flatten(0, 1), weight, bias, *arguments)
         values = torch.stack([value.unflatten(0, self.targets_BS.shape) for value in values], dim=-1)
         # with a mesh, as one slice of [B, S, 2 x ranks]: the plan for the head expects a sharded last axis

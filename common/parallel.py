@@ -38,9 +38,10 @@ class ParallelFlags:
     """Keeps fewer activations and computes the others again: less memory, a quarter less speed."""
     offload_optimizer: bool = False
     """Keeps Adam's averages (8 bytes a parameter) in CPU memory between steps."""
-    defer_gradient_sync: bool = True
-    """Adds up a step's gradients on each rank and exchanges them once. Off, memory for the gradients is
-    divided by the ranks, and every micro-batch exchanges them."""
+    zero: Literal[2, 3] = 2
+    """What is divided by the ranks all the time: 2 gradients and averages, while a rank has all weights and
+    sums of gradients during a step (6 bytes a parameter), which it exchanges once; 3 weights and gradients
+    too, exchanged in every micro-batch."""
     compile: bool = False
     """Compiles each layer (torch.compile): a start that is a minute longer for faster steps."""
     fp32_head: bool = False
@@ -86,7 +87,9 @@ def build_model(
     compute = getattr(torch, dtype) if on_gpu else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     setup = DistributedSetup.build(
-        strategy=FSDP2Config(mp_policy=policy, enable_compile=flags.compile),
+        strategy=FSDP2Config(
+            mp_policy=policy, enable_compile=flags.compile, reshard_after_forward=flags.zero == 3
+        ),
         parallelism_sizes=ParallelismSizes(tp_size=flags.trainer_tp, ep_size=flags.trainer_ep),
         activation_checkpointing=flags.activation_checkpointing,
         world_size=dist.get_world_size(),
@@ -96,14 +99,14 @@ def build_model(
     if flags.trainer_ep > 1 and not sparse:
         raise FlagError(f"--trainer-ep {flags.trainer_ep}: {path} has no experts; use 1")
     if on_gpu or flags.trainer_ep > 1:
-        model = load_by_automodel(path, setup, sparse, on_gpu)
+        model = load_by_automodel(path, setup, sparse, compute, on_gpu)
     else:  # AutoModel's own loader asks for a CUDA device; its parallelizer does not
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
         model = parallelize_model(model, setup.mesh_context)
     if on_gpu and dist.get_world_size() == 1:  # AutoModel leaves a single rank as it is, in fp32
         layers = model.model.layers
         for layer in layers.values() if isinstance(layers, torch.nn.ModuleDict) else layers:
-            fully_shard(layer, mp_policy=policy)
+            fully_shard(layer, mp_policy=policy, reshard_after_forward=flags.zero == 3)
         fully_shard(model, mp_policy=policy)
     if flags.packing or flags.packing is None and on_gpu and not sparse:
         model.config._attn_implementation = PACKED
@@ -111,7 +114,7 @@ def build_model(
     return model
 
 
-def load_by_automodel(path: str, setup, sparse: bool, on_gpu: bool) -> torch.nn.Module:
+def load_by_automodel(path: str, setup, sparse: bool, compute: torch.dtype, on_gpu: bool) -> torch.nn.Module:
     """Through AutoModel's own loader, which shards while it loads and has its own mixtures of experts."""
     from nemo_automodel import NeMoAutoModelForCausalLM
     from nemo_automodel.components.models.common import BackendConfig
@@ -119,7 +122,7 @@ def load_by_automodel(path: str, setup, sparse: bool, on_gpu: bool) -> torch.nn.
     settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "use_liger_kernel": False}
     if sparse:  # neither TransformerEngine nor DeepEP
         plain = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch", "dispatcher": "torch"}
-        experts = "torch_mm" if on_gpu else "torch"
+        experts = "torch_mm" if compute == torch.bfloat16 else "torch"  # the faster one is for bf16 alone
         settings["backend"] = BackendConfig(**plain, experts=experts, rope_fusion=False)
     no_cuda = contextlib.ExitStack()
     with no_cuda:
@@ -166,9 +169,11 @@ def describe(model: torch.nn.Module) -> str:
 
 
 def sync_gradients(model: torch.nn.Module, flags: ParallelFlags, last: bool) -> None:
-    """Before a micro-batch: whether its backward exchanges gradients with the other ranks."""
+    """Before a micro-batch: whether its backward exchanges gradients, and gives up the other ranks'
+    weights."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last or not flags.defer_gradient_sync)
+        model.set_requires_gradient_sync(last or flags.zero == 3)
+        model.set_reshard_after_backward(last or flags.zero == 3)
 
 
 def clip_gradients(model: torch.nn.Module, max_norm: float, flags: ParallelFlags) -> float:

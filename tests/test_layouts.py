@@ -5,6 +5,7 @@ The ranks are processes with a gloo group. The learning rate is 0 until a test s
 """
 
 import math
+import os
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ LAYOUTS = {
     "packed, checkpointing": {"packing": True, "activation_checkpointing": True},
     "fp32 head": {"fp32_head": True},
     "two ranks": {"num_trainers": 2},
-    "two ranks, no deferring": {"num_trainers": 2, "defer_gradient_sync": False},
+    "two ranks, zero 3": {"num_trainers": 2, "zero": 3},
     "two ranks, packed": {"num_trainers": 2, "packing": True},
     "two ranks, packed, checkpointing": {
         "num_trainers": 2, "packing": True, "activation_checkpointing": True,
@@ -34,7 +35,9 @@ LAYOUTS = {
     "tp, packed": {"num_trainers": 2, "trainer_tp": 2, "packing": True},
     "tp, checkpointing": {"num_trainers": 2, "trainer_tp": 2, "activation_checkpointing": True},
     "ep": {"num_trainers": 2, "trainer_ep": 2},
-    "ep, checkpointing": {"num_trainers": 2, "trainer_ep": 2, "activation_checkpointing": True},
+    "ep, checkpointing, zero 3": {
+        "num_trainers": 2, "trainer_ep": 2, "activation_checkpointing": True, "zero": 3,
+    },
 }  # fmt: skip
 OF_DENSE = [name for name in LAYOUTS if not name.startswith("ep")]
 OF_MOE = [name for name in LAYOUTS if not name.startswith("tp") and "packed" not in name]
@@ -42,20 +45,24 @@ TOKENS, CLIP = [10_000, 60], 0.01  # of a micro-batch: all rows at once, and a f
 SPOILED = [name for name in ("two ranks", "tp", "ep")]
 
 
-def rank_process(rank: int, paths: dict[str, str], out: str, port) -> None:
+def rank_process(rank: int, paths: dict[str, str], out: str, on_gpu: bool, port) -> None:
     """A rank of two; rank 0 also trains alone. The queue carries the rendezvous port of each run."""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": str(rank)} if on_gpu else {}
     for model, names in (("dense", OF_DENSE), ("moe", OF_MOE)):
         for name in names:
             flags = ParallelFlags(**LAYOUTS[name])
+            print(f"rank {rank}: {model}, {name}", flush=True)
             if rank < flags.num_trainers:
-                train(rank, flags, port, paths[model], f"{out}/{model}.{name}.{rank}", name in SPOILED)
+                train(
+                    rank, flags, port, paths[model], f"{out}/{model}.{name}.{rank}", name in SPOILED, on_gpu
+                )
 
 
-def train(rank: int, flags: ParallelFlags, port, path: str, out: str, spoil: bool) -> None:
+def train(rank: int, flags: ParallelFlags, port, path: str, out: str, spoil: bool, on_gpu: bool) -> None:
     """One rank: takes the step in every size, and leaves gradients and metrics in a file."""
     args = Args(lr=0.0, temperature=0.9, parallel=flags, correction_cap=2.0, max_grad_norm=1e9)
     args.deadline.start_timeout_s = args.deadline.step_timeout_s = 60.0
-    trainer = Trainer(args, path, rank, False)
+    trainer = Trainer(args, path, rank, on_gpu)
     if rank == 0:
         store = open_store("127.0.0.1", 60)
         for _ in range(flags.num_trainers - 1):
@@ -67,7 +74,7 @@ def train(rank: int, flags: ParallelFlags, port, path: str, out: str, spoil: boo
         args.parallel.micro_batch_tokens = tokens
         reported = trainer.train_step(make_minibatches(rows, args, step=5)[rank], lr, None)
         named = ((name, parameter.grad) for name, parameter in trainer.model.named_parameters())
-        return reported, {name: tensor.clone() for name, tensor in checkpoint_tensors(named)}
+        return reported, {name: tensor.to("cpu", copy=True) for name, tensor in checkpoint_tensors(named)}
 
     for tokens in TOKENS:
         results[tokens] = step(tokens, step_rows(), 0.0)
@@ -90,10 +97,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
+    return train_all(tmp_path_factory.mktemp("layouts"), on_gpu=False)
+
+
+def train_all(folder, on_gpu: bool) -> dict:
     """(model, layout) -> what `train` saved, by rank."""
-    folder = tmp_path_factory.mktemp("layouts")
     paths = {"dense": make_tiny(folder / "dense"), "moe": make_tiny(folder / "moe", moe=True, tied=False)}
-    on_two_ranks(rank_process, paths, str(folder), num_ports=1)
+    on_two_ranks(rank_process, paths, str(folder), on_gpu, num_ports=1)
     found = {}
     for model, names in (("dense", OF_DENSE), ("moe", OF_MOE)):
         for name in names:

@@ -192,6 +192,18 @@ def world():
         torch.distributed.destroy_process_group()
 
 
+class NumberedCritic:
+    """The value after a token is the number that its id has."""
+
+    config = SimpleNamespace(_attn_implementation="sdpa")
+
+    def __init__(self, numbers: torch.Tensor):
+        self.numbers = numbers
+
+    def __call__(self, input_ids, use_cache):
+        return SimpleNamespace(logits=self.numbers[input_ids][..., None])
+
+
 def look_ahead(batch: list[Rollout], after: list[list[np.ndarray]], args: Args) -> tuple[dict, dict]:
     """What a step's rows get under a critic whose value after token t of segment s of rollout r is
     `after[r][s][t]`: (arrays of all tokens but each segment's first, in order; metrics)."""
@@ -201,7 +213,7 @@ def look_ahead(batch: list[Rollout], after: list[list[np.ndarray]], args: Args) 
             part.token_ids = np.arange(count, count + len(numbers), dtype=np.int32)
             table, count = [*table, *numbers], count + len(numbers)
     trainer, numbers = Trainer(args, "", 0, False), torch.tensor(np.array(table, np.float32))
-    trainer.critic = lambda input_ids, use_cache: SimpleNamespace(logits=numbers[input_ids][..., None])
+    trainer.critic = NumberedCritic(numbers)
     ((minibatches, episodes, _),) = make_minibatches(make_rows(batch, args)[0], args, 0)
     batches = [batch for batches, _ in minibatches for batch in batches]
     metrics = trainer.look_ahead(batches, episodes)

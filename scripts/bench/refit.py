@@ -30,22 +30,15 @@ from typing import Literal
 import tyro
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 
 import ray
 import torch
 import torch.distributed as dist
+from random_models import make_checkpoint
 
-QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 4096}
-SIZES = {
-    "0.6b": (1024, 28, 16, 3072),
-    "4b": (2560, 36, 32, 9728),
-    "8b": (4096, 36, 32, 12288),
-    "moe": (1024, 8, 16, 3072),
-}  # hidden size, layers, heads, intermediate size
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "norm_topk_prob": True}
 PROMPTS = [[5 + 7 * i % 90, 11, 23 + i, 40, 71, 8 + i, 60, 33] * 6 for i in range(16)]
 
 
@@ -128,24 +121,6 @@ class Worker:
     async def call(self, method: str, *values):
         """One of vLLM's own weight transfer calls."""
         return await getattr(self.engine.llm, method)(*values)
-
-
-def make_checkpoint(name: str, path: str, dtype: torch.dtype) -> None:
-    """Random weights, large enough that different ones give different log-probs."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    kinds = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if name == "moe" else (Qwen3Config, Qwen3ForCausalLM)
-    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    shape = dict(zip(keys, SIZES[name], strict=True)) | (EXPERTS if name == "moe" else {})
-    config = kinds[0](**QWEN3, **shape, tie_word_embeddings=name != "8b")
-    torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = kinds[1](config)
-    torch.set_default_dtype(torch.float32)
-    model.save_pretrained(path, max_shard_size="4GB")
-    del model
-    torch.cuda.empty_cache()
 
 
 def load_masters(path: str, device: str) -> torch.nn.Module:
