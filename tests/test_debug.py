@@ -131,14 +131,26 @@ CASES = {
     "equal rewards": ({"reward/zero_std_group_frac": 1.0}, [rollout()], {},
                       {"equal rewards": ["mean 0.25", "--group-size", "now 8", "--temperature"]}),
     "a weight of 1e5 among 1e4 of 1": (
-        # (1e4 + 1e5)^2 / (1e4 (1e4 + 1e10)) = .000121
-        {"is/ess": 0.000121, "is/max_weight": 1e5}, [rollout()], {},
-        {"few tokens weigh": ["1e+05", "0.00012", "--max-weight", "--correction tis"]},
+        # (1e4 + 1e5)^2 / (1e4 (1e4 + 1e10)) = .000121; 1e5 / 1.1e5 = .909
+        {"is/ess": 0.000121, "is/max_weight": 1e5, "is/max_share": 0.909}, [rollout()], {},
+        {"few tokens weigh": ["1e+05", "90.9%", "0.00012", "--max-weight", "--correction tis"]},
     ),
-    "a weight of 100 among 1e4 of 1": ({"is/ess": 0.51, "is/max_weight": 100.0}, [rollout()], {}, {}),
-    "most tokens dropped, the others at 1": ({"is/ess": 0.05, "is/max_weight": 1.9}, [rollout()], {}, {}),
+    "a weight of 100 among 1e4 of 1": (
+        {"is/ess": 0.51, "is/max_weight": 100.0, "is/max_share": 0.0099}, [rollout()], {}, {},
+    ),
+    "a weight of 100 among 900 of 1": (
+        # (900 + 100)^2 / (901 (900 + 1e4)) = .102, so that the size alone would not tell
+        {"is/ess": 0.102, "is/max_weight": 100.0, "is/max_share": 0.1}, [rollout()], {},
+        {"few tokens weigh": ["largest 100", "10.0%", "0.1"]},
+    ),
+    "ten tokens in all": ({"is/ess": 1.0, "is/max_weight": 1.0, "is/max_share": 0.1}, [rollout()], {}, {}),
+    "most tokens dropped, the others at 1": (
+        {"is/ess": 0.05, "is/max_weight": 1.9, "is/max_share": 0.01}, [rollout()], {}, {},
+    ),
+    "everything dropped": ({"is/dropped_frac": 1.0, "is/max_weight": 0.0}, [rollout()], {},
+                           {"all rejected": ["100%", "--correction-cap"]}),
     "most rollouts rejected": ({"gate/rejected_frac": 0.6}, [rollout()], {},
-                               {"rejected": ["--correction-cap", "--delta", "--max-staleness"]}),
+                               {"rejected": ["60%", "--correction-cap", "--delta", "--max-staleness"]}),
     "a few tokens dropped": ({"is/dropped_frac": 0.4}, [rollout()], {}, {}),
     "cut off": ({"rollout/truncated_frac": 0.75}, [rollout()], {},
                 {"truncated": ["75%", "--max-new-tokens", "now 16"]}),
