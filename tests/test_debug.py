@@ -32,6 +32,7 @@ def segments(draw):
     mask = draw(st.lists(st.booleans(), max_size=6))
     logprob, version = st.floats(-(2.0**100), 0, width=32), st.integers(0, 2**31 - 1)
     ends = [position + 1 for position, sampled in enumerate(mask) if sampled]
+    top_k = np.array([[[draw(logprob)] * 2] * 3 for _ in mask], np.float32).reshape(len(mask), 3, 2)
     return Segment(
         token_ids=np.array([draw(st.integers(0, 2**31 - 1)) for _ in mask], np.int32),
         action_mask=np.array(mask, bool),
@@ -39,6 +40,7 @@ def segments(draw):
         versions=np.array([draw(version) if sampled else -1 for sampled in mask], np.int32),
         turn_ends=ends[-1:],
         finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+        top_k=draw(st.sampled_from([top_k, None])),
     )
 
 
@@ -68,6 +70,9 @@ def test_recorded_rollouts_come_back_to_the_last_bit(rollouts, step):
                 assert getattr(two, name).dtype == dtype
                 assert getattr(one, name).tobytes() == getattr(two, name).tobytes()
             assert (one.turn_ends, one.finish_reason) == (two.turn_ends, two.finish_reason)
+            assert (one.top_k is None) == (two.top_k is None)
+            if one.top_k is not None:
+                assert two.top_k.dtype == np.float32 and one.top_k.tobytes() == two.top_k.tobytes()
         assert {**vars(before), "segments": []} == {**vars(after), "segments": []}
         assert math.copysign(1, before.reward) == math.copysign(1, after.reward)
 

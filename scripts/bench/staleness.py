@@ -7,7 +7,8 @@ One engine and one trainer (the classes of algos/grpo.py) serve all settings in 
 again at each, and the queue is a new one. `bounds`: every setting gets the same seconds; answers are graded by a
 tool that is slow in three ways, whose mean is such that the longest of a group takes 0.15 s on average.
 The simulator gets the measured seconds of a training step, and what a group takes beyond its tool. `stress`:
-bound 8, 4 minibatches, a high learning rate, three seeds for each correction, the same number of steps.
+bound 8, 4 minibatches at the learning rate of one, so far off-policy; three seeds for each correction, the
+same number of steps.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
-os.environ |= {"INSTAR_SLOW_TOOL": f"{tempfile.gettempdir()}/slow_tool_{os.getpid()}.json"}
+os.environ.setdefault("INSTAR_SLOW_TOOL", f"{tempfile.gettempdir()}/slow_tool_{os.getpid()}.json")
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # of the actors, whose classes are here
 import queue_simulation
 from queue_simulation import BOUNDS, ORDERS
@@ -42,8 +43,8 @@ from common.sample_queue import QueueClosed, SampleQueue, unpack_group
 
 DURATIONS = ("even", "lognormal", "straggler")
 SECONDS, LONGEST_S = 10.0, 0.15  # of a setting; of the longest tool call of a group, on average
-CORRECTIONS, SEEDS, STRESS_STEPS = ("none", "tis", "icepop", "clip", "seq-mask", "kl-gate"), (1, 2, 3), 60
-STRESS = {"bound": 8, "order": "arrival", "minibatches": 4, "lr": 3e-3}
+CORRECTIONS, SEEDS, STRESS_STEPS = ("none", "tis", "icepop", "clip", "seq-mask", "kl-gate"), (1, 2, 3), 80
+STRESS = {"bound": 8, "order": "arrival", "minibatches": 4, "lr": 1e-3}
 
 
 class Worker(grpo.RolloutWorker):
@@ -131,7 +132,7 @@ class Bench:
         seconds_counted = sum(row["wait_s"] + row["work_s"] for row in counted)
         rollouts = args.prompts_per_step * args.group_size * len(counted)
         return {
-            "steps": len(rows), "seconds": took, "score": float(np.mean([s[0] for s in scores])),
+            "load": os.getloadavg()[0], "steps": len(rows), "seconds": took, "score": float(np.mean([s[0] for s in scores])),
             "idle": sum(row["wait_s"] for row in counted) / seconds_counted,
             "lag_mean": float(every.mean()), "lag_max": int(every.max()), "late": float((every > bound).mean()),
             "rollouts_per_s": rollouts / seconds_counted, "overhead_s": overhead_s,
@@ -228,7 +229,7 @@ def stress(bench: Bench) -> None:
             axis.fill_between(at, smooth.min(0), smooth.max(0), color=f"C{color}", alpha=0.12)
         (ROOT / "docs" / "corrections.json").write_text(json.dumps(results) + "\n")
     left.set(
-        xlabel="step", ylabel="reward", title="bound 8, 4 minibatches, lr 3e-3; mean and range of 3 seeds"
+        xlabel="step", ylabel="reward", title="bound 8, 4 minibatches, lr 1e-3; mean and range of 3 seeds"
     )
     right.set(xlabel="step", ylabel="entropy (nats a token)")
     left.legend(frameon=False, fontsize=8)
