@@ -54,6 +54,19 @@ def test_a_straggler_holds_ticket_order_up_and_is_late_in_arrival_order():
     assert by_arrival[at]["lags"][0] == at > 2  # sampled by version 0
 
 
+def test_littles_law_holds():
+    # groups that run at a time = groups a second x seconds of a group
+    longest = queue_simulation.draw("lognormal", 1.0, np.random.default_rng(0), (40_000, 2)).max(1)
+    sizes = {"prompts_per_step": 16, "in_flight": 48, "bound": 4, "order": "arrival", "steps": 2000}
+    at_a_time = []
+    for train_s in (0.1, 1.0):
+        log = simulate(lambda k: longest[k], train_s, **sizes)
+        tickets = [ticket for step in log for ticket in step["tickets"]]
+        at_a_time.append(len(tickets) / log[-1]["end"] * longest[tickets].mean())
+    assert at_a_time[0] == pytest.approx(48, rel=0.02), "rollout is the slower side: all slots are busy"
+    assert at_a_time[1] == pytest.approx(16 * longest.mean(), rel=0.02) and at_a_time[1] < 40  # training is
+
+
 class JumpingLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock jumps to the next timer as soon as nothing else is to do."""
 
