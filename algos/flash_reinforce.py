@@ -59,9 +59,10 @@ from common.evaluate import evaluate, score_metrics
 from common.logger import LogFlags, Logger, merge
 from common.logprobs import LogprobHead
 from common.metrics import BusyClock, Stopwatch, advice, mismatch_metrics, rank_metrics, rollout_metrics
-from common.metrics import timing_metrics, training_metrics
+from common.metrics import timing_metrics, training_metrics, update_metrics
 from common.models import load_tokenizer, resolve_dtype, resolve_model
-from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world
+from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world, make_optimizer
+from common.parallel import sync_gradients
 from common.refit import PROBE_TEXT, RefitError, WeightSender, compare_probe, connect_store, open_store
 from common.rollout import Engine, EngineFlags, rollout_group, transcript
 from common.sample import Rollout
@@ -268,7 +269,8 @@ class RolloutWorker:
         }
         self.engine = Engine(model_path, dtype, args.seed + index, args.engine, gpus)
         await self.engine.start([self.tokenizer.eos_token_id])
-        await self.engine.connect(*store, index, args.deadline.start_timeout_s, args.deadline.refit_timeout_s)
+        timeouts = (args.deadline.start_timeout_s, args.deadline.refit_timeout_s)
+        await self.engine.connect(*store, index, args.parallel.num_trainers, *timeouts)
 
     async def produce(self, queue) -> None:
         """Keeps `max_in_flight` groups going for as long as the queue gives tickets."""
@@ -346,18 +348,18 @@ class Trainer:
         store = connect_store(host, port, args.deadline.start_timeout_s)
         join_world(self.rank, self.world_size, store, self.device, args.deadline.step_timeout_s)
         torch.manual_seed(args.seed)
-        self.model = build_model(self.model_path, self.device, engine_dtype)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=args.weight_decay)
-        self.head = LogprobHead(self.model)
+        self.model = build_model(self.model_path, self.device, engine_dtype, args.parallel)
+        self.optimizer = make_optimizer(self.model, args.weight_decay, args.parallel)
+        self.head = LogprobHead(self.model, args.parallel.fp32_head)
         self.sender = WeightSender(self.model, self.rank, engine_dtype, args.deadline.refit_timeout_s)
-        if self.rank == 0:
-            self.sender.join(store, 1 + num_workers)
+        self.sender.join(store, self.world_size, num_workers)
         return describe(self.model)
 
     def logprobs(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
         ids_BT = batch["token_ids"].long()
-        return self.head(self.model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature)
+        lengths_B = batch["lengths"] - 1  # of what goes in
+        return self.head(self.model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, lengths_B)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
         """Goes on from a checkpoint of this run, or starts from the weights of another."""
@@ -372,7 +374,7 @@ class Trainer:
 
         Returns `rank_metrics`. `trace` is a folder for a profile.
         """
-        batches, num_rollouts, one_row_each, has_signal = share
+        (batches, num_rollouts, one_row_each, has_signal), parallel = share, self.args.parallel
         sums, peaks = [{"gate/no_op": (float(not has_signal), 1)}], []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -384,15 +386,16 @@ class Trainer:
                 sums += [gate_metrics(kept_R)] * (self.rank == 0)
             self.optimizer.zero_grad()
             for batch in batches:
+                sync_gradients(self.model, parallel, last=batch is batches[-1])
                 loss, step_sums, step_peaks = self.loss(batch, kept_R, floors_R)
                 # FSDP averages gradients over ranks: times the ranks, it is their sum
-                (loss * self.world_size / num_rollouts).backward()
+                (loss * parallel.data_ranks / num_rollouts).backward()
                 sums.append(step_sums)
                 peaks.append(step_peaks)
-            grad_norm = clip_gradients(self.model, self.args.max_grad_norm)
-            if grad_norm > 0:  # else AdamW would move the weights by its momentum alone
+            grad_norm = clip_gradients(self.model, self.args.max_grad_norm, parallel)
+            if 0 < grad_norm < np.inf:  # at 0 AdamW would move the weights by its momentum alone
                 self.optimizer.step()
-            sums.append({"grad_norm": (grad_norm, 1)})
+            sums.append(update_metrics(grad_norm))
         return rank_metrics(sums, peaks)
 
     @torch.no_grad()
@@ -410,6 +413,7 @@ class Trainer:
         dist.all_reduce(kl_2R)
         parts = [None] * self.world_size
         dist.all_gather_object(parts, torch.cat(tokens, dim=1).cpu())
+        parts = parts[:: self.args.parallel.trainer_tp]  # ranks of one model have the same tokens
         entropy_N, owner_N = torch.cat(parts, dim=1).to(self.device)
         floors_R = entropy_floors(entropy_N, owner_N, num_rollouts, self.args.failure_tokens)
         return gate(*kl_2R, self.args.delta), floors_R
@@ -502,7 +506,7 @@ def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[tupl
     """Rows by rollout -> for each rank what `Trainer.train_step` takes."""
     members = [row for rollout in rows for row in rollout]
     one_row_each, has_signal = len(members) == len(rows), any(row["advantage"] for row in members)
-    shares = micro_batches(members, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
+    shares = micro_batches(members, args.parallel)
     return [(share, len(rows), one_row_each, has_signal) for share in shares]
 
 
@@ -546,15 +550,15 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     run = Run(deadline.step_timeout_s)
     run.store = open_store(cluster.host(), deadline.start_timeout_s)  # where all processes meet
     store = (run.store.host, run.store.port)
-    gpus = cluster.gpus_per_process(engine.num_engines, engine.engine_tp, num_trainers)
+    gpus, engine_gpus, trainer_gpus = cluster.split_gpus(engine.num_engines, engine.engine_tp, num_trainers)
     dtype = resolve_dtype(model_path, engine.rollout_dtype, gpus > 0)
     plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
-    (run.queue,) = run.spawn("queue", SampleQueue, [plan], max_concurrency=10_000)
+    (run.queue,) = run.spawn("queue", SampleQueue, [plan], [{"max_concurrency": 10_000}])
     log.phase(f"{num_workers} x vLLM ({dtype}), {num_trainers} x FSDP2, {gpus:.3g} GPUs for each")
     engines = list(range(engine.num_engines))
-    run.workers = run.spawn("engine", worker_class, [()] * len(engines), num_gpus=gpus * engine.engine_tp)
+    run.workers = run.spawn("engine", worker_class, [()] * len(engines), engine_gpus)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
-    run.trainers = run.spawn("trainer", trainer_class, ranks, num_gpus=gpus)
+    run.trainers = run.spawn("trainer", trainer_class, ranks, trainer_gpus)
     started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus, *store)
     started = run.ask(run.trainers, "setup", *store, dtype, num_workers) + started
     log.phase(f"trainer: {run.get(started, 'start-up', deadline.start_timeout_s)[0]}")
@@ -582,7 +586,7 @@ def check_flags(args: Args) -> int:
     if args.group_size != 1:
         raise checks.FlagError(f"--group-size {args.group_size}: always 1 here; algos/grpo.py trains groups")
     checks.check_shared(args.engine, args.parallel, args.data, args.save, args.debug, args.log)
-    checks.check_ranks(args.parallel.num_trainers, args.prompts_per_step)
+    checks.check_ranks(args.parallel.data_ranks, args.prompts_per_step)
     return checks.check_tasks(
         args.model, args.env, args.eval_env, args.data, args.engine, args.max_new_tokens
     )

@@ -60,9 +60,10 @@ from common.evaluate import evaluate, score_metrics
 from common.logger import LogFlags, Logger
 from common.logprobs import LogprobHead
 from common.metrics import BusyClock, Stopwatch, advice, mismatch_metrics, rank_metrics, rollout_metrics
-from common.metrics import timing_metrics, training_metrics
+from common.metrics import timing_metrics, training_metrics, update_metrics
 from common.models import load_tokenizer, resolve_dtype, resolve_model
-from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world
+from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world, make_optimizer
+from common.parallel import sync_gradients
 from common.refit import PROBE_TEXT, RefitError, WeightSender, compare_probe, connect_store, open_store
 from common.rollout import Engine, EngineFlags, rollout_group, transcript
 from common.sample import RecordError, Rollout
@@ -349,7 +350,8 @@ class RolloutWorker:
         }
         self.engine = Engine(model_path, dtype, args.seed + index, args.engine, gpus)
         await self.engine.start([self.tokenizer.eos_token_id])
-        await self.engine.connect(*store, index, args.deadline.start_timeout_s, args.deadline.refit_timeout_s)
+        timeouts = (args.deadline.start_timeout_s, args.deadline.refit_timeout_s)
+        await self.engine.connect(*store, index, args.parallel.num_trainers, *timeouts)
 
     async def produce(self, queue) -> None:
         """Keeps `max_in_flight` groups going for as long as the queue gives tickets."""
@@ -428,24 +430,23 @@ class Trainer:
         store = connect_store(host, port, args.deadline.start_timeout_s)
         join_world(self.rank, self.world_size, store, self.device, args.deadline.step_timeout_s)
         torch.manual_seed(args.seed)
-        self.model = build_model(self.model_path, self.device, engine_dtype)
-        self.critic = build_critic(self.model_path, self.device)
-        settings = {"lr": 0.0, "weight_decay": args.weight_decay}
-        self.parts = {"policy": (self.model, torch.optim.AdamW(self.model.parameters(), **settings))}
-        self.parts["critic"] = self.critic, torch.optim.AdamW(self.critic.parameters(), **settings)
-        self.head = LogprobHead(self.model)
+        self.model = build_model(self.model_path, self.device, engine_dtype, args.parallel)
+        self.critic = build_critic(self.model_path, self.device, args.parallel)
+        models, settings = {"policy": self.model, "critic": self.critic}, (args.weight_decay, args.parallel)
+        self.parts = {name: (model, make_optimizer(model, *settings)) for name, model in models.items()}
+        self.head = LogprobHead(self.model, args.parallel.fp32_head)
         if args.kl_coef > 0:
-            self.ref_model = build_model(self.model_path, self.device, engine_dtype).requires_grad_(False)
-            self.ref_head = LogprobHead(self.ref_model)
+            self.ref_model = build_model(self.model_path, self.device, engine_dtype, args.parallel)
+            self.ref_head = LogprobHead(self.ref_model.requires_grad_(False), args.parallel.fp32_head)
         self.sender = WeightSender(self.model, self.rank, engine_dtype, args.deadline.refit_timeout_s)
-        if self.rank == 0:
-            self.sender.join(store, 1 + num_workers)
+        self.sender.join(store, self.world_size, num_workers)
         return describe(self.model)
 
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
         ids_BT = batch["token_ids"].long()
-        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature)
+        lengths_B = batch["lengths"] - 1  # of what goes in
+        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, lengths_B)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
         """Goes on from a checkpoint of this run, or starts from the policy's weights of another."""
@@ -470,16 +471,17 @@ class Trainer:
                     optimizer.param_groups[0]["lr"] = rates[name]
                     optimizer.zero_grad()
                     for batch in batches:
+                        sync_gradients(model, args.parallel, last=batch is batches[-1])
                         loss, sums, peaks = loss_of(batch)
                         # FSDP averages gradients over ranks: times the ranks, it is their sum
-                        (loss * self.world_size / max(num_tokens, 1)).backward()
+                        (loss * args.parallel.data_ranks / max(num_tokens, 1)).backward()
                         measured.append((sums, peaks))
-                    grad_norm = clip_gradients(model, args.max_grad_norm)
+                    grad_norm = clip_gradients(model, args.max_grad_norm, args.parallel)
                     # in the warm-up, the policy went this far for its metrics alone
                     if name == "critic" or step >= args.critic_warmup_steps:
-                        optimizer.step()
-                        metric = "grad_norm" if name == "policy" else "value/grad_norm"
-                        measured.append(({metric: (grad_norm, 1)}, {}))
+                        if np.isfinite(grad_norm):  # on all ranks or on none
+                            optimizer.step()
+                        measured.append((update_metrics(grad_norm, "value/" * (name == "critic")), {}))
         return rank_metrics(*zip(*measured))
 
     @torch.no_grad()
@@ -495,7 +497,7 @@ class Trainer:
         for batch in batches:
             batch |= to_device(batch, self.device)
             batch["mask"] = batch["action_mask"][:, 1:].bool()
-            values_BT = values(self.critic, batch["token_ids"].long())
+            values_BT = values(self.critic, batch["token_ids"].long(), batch["lengths"])
             values_RL[batch["rollout_index"][:, None], batch["next_place"]] = values_BT
         torch.distributed.all_reduce(values_RL, torch.distributed.ReduceOp.MAX)  # a filler is there twice
         values_RL, mask_RL = values_RL.cpu(), episodes["action_mask"]
@@ -538,7 +540,7 @@ class Trainer:
 
     def critic_loss(self, batch: dict) -> tuple[torch.Tensor, dict, dict]:
         """The same of the critic, which has no peaks."""
-        values_BS = values(self.critic, batch["token_ids"].long())[:, :-1]
+        values_BS = values(self.critic, batch["token_ids"].long(), batch["lengths"])[:, :-1]
         targets = batch["old_values"], batch["returns"], batch["mask"]
         return *value_loss(values_BS, *targets, self.args.value_clip), {}
 
@@ -618,7 +620,7 @@ def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[tupl
     for part in np.array_split(shuffled, min(args.minibatches, len(rows))):
         members = [row for index in part for row in rows[index]]
         num_tokens = sum(int(row["action_mask"].sum()) for row in members)
-        shares = micro_batches(members, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
+        shares = micro_batches(members, args.parallel)
         minibatches.append([(share, num_tokens) for share in shares])
     episodes = {"cut_at": torch.tensor([own[0]["cut_at"] for own in rows])}
     for name in ("rewards", "sampled", "action_mask"):
@@ -667,15 +669,15 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     run = Run(deadline.step_timeout_s)
     run.store = open_store(cluster.host(), deadline.start_timeout_s)  # where all processes meet
     store = (run.store.host, run.store.port)
-    gpus = cluster.gpus_per_process(engine.num_engines, engine.engine_tp, num_trainers)
+    gpus, engine_gpus, trainer_gpus = cluster.split_gpus(engine.num_engines, engine.engine_tp, num_trainers)
     dtype = resolve_dtype(model_path, engine.rollout_dtype, gpus > 0)
     plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
-    (run.queue,) = run.spawn("queue", SampleQueue, [plan], max_concurrency=10_000)
+    (run.queue,) = run.spawn("queue", SampleQueue, [plan], [{"max_concurrency": 10_000}])
     log.phase(f"{num_workers} x vLLM ({dtype}), {num_trainers} x FSDP2, {gpus:.3g} GPUs for each")
     engines = list(range(engine.num_engines))
-    run.workers = run.spawn("engine", worker_class, [()] * len(engines), num_gpus=gpus * engine.engine_tp)
+    run.workers = run.spawn("engine", worker_class, [()] * len(engines), engine_gpus)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
-    run.trainers = run.spawn("trainer", trainer_class, ranks, num_gpus=gpus)
+    run.trainers = run.spawn("trainer", trainer_class, ranks, trainer_gpus)
     started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus, *store)
     started = run.ask(run.trainers, "setup", *store, dtype, num_workers) + started
     log.phase(f"trainer: {run.get(started, 'start-up', deadline.start_timeout_s)[0]}")
@@ -707,7 +709,7 @@ def check_flags(args: Args) -> int:
     default_lr = 1e-3 if args.model == "tiny" else 1e-5
     args.critic_lr = default_lr if args.critic_lr is None else args.critic_lr
     rollouts = args.prompts_per_step * args.group_size // args.minibatches
-    checks.check_ranks(args.parallel.num_trainers, rollouts)
+    checks.check_ranks(args.parallel.data_ranks, rollouts)
     environments = (args.model, args.env, args.eval_env, args.data)
     return checks.check_tasks(*environments, args.engine, args.max_new_tokens)
 

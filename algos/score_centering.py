@@ -13,7 +13,7 @@ f = 1 (none) it is a correction by itself. Paper: arXiv 2609.20807.
 What differs from grpo.py, and why:
   1. the loss above, for which the engine keeps the log-probs of its K likeliest tokens (--record-top-k);
   2. one update a batch, so that old is pi and there is nothing to clip: the centre belongs to one policy;
-  3. the corrections that reject whole rollouts are left out: f is of one token's ratio;
+  3. the corrections that reject whole rollouts are left out, as f is of one token's ratio; the KL term too;
   4. tails below 1e-6 count as 1e-6: what is left of a sum of probabilities in fp32 there is rounding.
 
 Suffixes: G rollouts of a group, R of the step, B rows (segments), T tokens, S = T - 1 next-token positions,
@@ -41,11 +41,13 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from annotated_types import Ge, Gt, Lt
 from torch.utils.checkpoint import checkpoint
 from tyro.conf import OmitArgPrefixes
 
 from common import checks, cluster
+from common.attention import pack
 from common.batching import micro_batches, segment_row, to_device
 from common.checkpoint import SaveFlags, load_checkpoint, load_weights, save_checkpoint, starting_point
 from common.cluster import DeadlineFlags, Run, RunError
@@ -55,11 +57,12 @@ from common.envs.pool import EnvPool
 from common.envs import env_name
 from common.evaluate import evaluate, score_metrics
 from common.logger import LogFlags, Logger
-from common.logprobs import CHUNK_BYTES, LogprobHead
+from common.logprobs import LogprobHead
 from common.metrics import BusyClock, Stopwatch, advice, mismatch_metrics, rank_metrics, rollout_metrics
-from common.metrics import timing_metrics, training_metrics
+from common.metrics import timing_metrics, training_metrics, update_metrics
 from common.models import load_tokenizer, resolve_dtype, resolve_model
-from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world
+from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world, make_optimizer
+from common.parallel import sync_gradients
 from common.refit import PROBE_TEXT, RefitError, WeightSender, compare_probe, connect_store, open_store
 from common.rollout import Engine, EngineFlags, rollout_group, transcript
 from common.sample import Rollout
@@ -107,9 +110,6 @@ class Args:
     """f, of the ratio p/q of a token: truncated, 0 outside [1/cap, cap], clamped to [1/cap, cap], or 1."""
     correction_cap: float | None = None
     """The cap of --correction. Default: 2."""
-    kl_coef: Annotated[float, Ge(0), Lt(float("inf"))] = 0.0
-    """Weight of the KL to the starting policy (k2). Above 0 a frozen copy of the model is kept in the
-    trainer."""
     epochs: ClassVar[int] = 1
     """Not a flag: a batch is trained once,"""
     minibatches: ClassVar[int] = 1
@@ -187,32 +187,42 @@ def centered_loss(logprobs_BS, weights_BS, top_logprobs_BSK, centre_BSK, advanta
     return loss, {"loss/policy": (loss.detach(), mask_BS.sum())}
 
 
-def kl_loss(logprobs_BS, ref_logprobs_BS, mask_BS) -> torch.Tensor:
-    """The summed k2 estimate of KL(pi, ref) over the masked tokens; on-policy its gradient is the KL's."""
-    return 0.5 * torch.where(mask_BS, logprobs_BS - ref_logprobs_BS, 0.0).square().sum()
+CHUNK_BYTES = 128 << 20  # of logits that exist at a time
 
 
 class TopLogprobHead(LogprobHead):
-    """Gives the log-probs of more tokens at each position: of `top_ids_BSK`, while they are set."""
+    """Gives the log-probs of K more tokens at each position as well, those that `top_ids_BSK` names."""
 
-    top_ids_BSK: torch.Tensor | None = None
+    top_ids: torch.Tensor | None = None
+
+    def __call__(self, model, input_ids_BS, targets_BS, temperature, lengths_B=None, top_ids_BSK=None):
+        """(log-probs, entropies, log-probs of the first, ..., of the K-th token), all [B, S]."""
+        if top_ids_BSK is not None:
+            index = pack(model, input_ids_BS, lengths_B).index  # of the tokens that the model gets
+            self.top_ids = top_ids_BSK if index is None else top_ids_BSK.flatten(0, 1)[index][None]
+        values = super().__call__(model, input_ids_BS, targets_BS, temperature, lengths_B)
+        self.top_ids = None
+        return values
 
     def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
-        """[B, S, 2 + K]: log-prob and entropy as before, then those of the K tokens."""
-        if self.targets_BS is None or self.top_ids_BSK is None:
+        if self.targets_BS is None or self.top_ids is None:
             return super().forward(hidden_BSH)
-        asked = torch.cat([self.targets_BS[..., None], self.top_ids_BSK], -1).flatten(0, 1)
+        asked_TM = torch.cat([self.targets_BS[..., None], self.top_ids], -1).flatten(0, 1)
         size = max(1, CHUNK_BYTES // (4 * len(self.head.weight)))
-        chunks = zip(hidden_BSH.flatten(0, 1).split(size), asked.split(size))
-        parts = [checkpoint(self.chunk, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.cat(parts).unflatten(0, self.targets_BS.shape).clone()
+        chunks = zip(hidden_BSH.flatten(0, 1).split(size), asked_TM.split(size))
+        weights = (self.head.weight, self.head.bias, self.temperature, self.fp32)
+        parts = [checkpoint(top_logprobs, *chunk, *weights, use_reentrant=False) for chunk in chunks]
+        return torch.cat(parts).unflatten(0, self.targets_BS.shape)
 
-    def chunk(self, hidden_TH, asked_TM) -> torch.Tensor:
-        logits_TV = torch.nn.functional.linear(hidden_TH, self.head.weight, self.head.bias).float()
-        logprobs_TV = (logits_TV / self.temperature).log_softmax(-1)
-        entropy_T1 = -(logprobs_TV.exp() * logprobs_TV).sum(-1, keepdim=True)
-        own_TM = logprobs_TV.gather(-1, asked_TM)
-        return torch.cat([own_TM[:, :1], entropy_T1, own_TM[:, 1:]], -1)
+
+def top_logprobs(hidden_TH, asked_TM, weight_VH, bias_V, temperature: float, fp32: bool) -> torch.Tensor:
+    """[T, 1 + M]: the log-prob of the first token that is asked for, the entropy, and the other log-probs."""
+    if fp32:
+        hidden_TH, weight_VH, bias_V = (x if x is None else x.float() for x in (hidden_TH, weight_VH, bias_V))
+    logprobs_TV = (F.linear(hidden_TH, weight_VH, bias_V).float() / temperature).log_softmax(-1)
+    entropy_T1 = -(logprobs_TV.exp() * logprobs_TV).sum(-1, keepdim=True)
+    asked_TM = logprobs_TV.gather(-1, asked_TM)
+    return torch.cat([asked_TM[:, :1], entropy_T1, asked_TM[:, 1:]], -1)
 
 
 # --- Rollout
@@ -245,7 +255,8 @@ class RolloutWorker:
         }
         self.engine = Engine(model_path, dtype, args.seed + index, args.engine, gpus)
         await self.engine.start([self.tokenizer.eos_token_id])
-        await self.engine.connect(*store, index, args.deadline.start_timeout_s, args.deadline.refit_timeout_s)
+        timeouts = (args.deadline.start_timeout_s, args.deadline.refit_timeout_s)
+        await self.engine.connect(*store, index, args.parallel.num_trainers, *timeouts)
 
     async def produce(self, queue) -> None:
         """Keeps `max_in_flight` groups going for as long as the queue gives tickets."""
@@ -323,21 +334,20 @@ class Trainer:
         store = connect_store(host, port, args.deadline.start_timeout_s)
         join_world(self.rank, self.world_size, store, self.device, args.deadline.step_timeout_s)
         torch.manual_seed(args.seed)
-        self.model = build_model(self.model_path, self.device, engine_dtype)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=args.weight_decay)
-        self.head = TopLogprobHead(self.model)
-        if args.kl_coef > 0:
-            self.ref_model = build_model(self.model_path, self.device, engine_dtype).requires_grad_(False)
-            self.ref_head = LogprobHead(self.ref_model)
+        self.model = build_model(self.model_path, self.device, engine_dtype, args.parallel)
+        self.optimizer = make_optimizer(self.model, args.weight_decay, args.parallel)
+        self.head = TopLogprobHead(self.model, args.parallel.fp32_head)
         self.sender = WeightSender(self.model, self.rank, engine_dtype, args.deadline.refit_timeout_s)
-        if self.rank == 0:
-            self.sender.join(store, 1 + num_workers)
+        self.sender.join(store, self.world_size, num_workers)
         return describe(self.model)
 
-    def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, ...]:
-        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
-        ids_BT = batch["token_ids"].long()
-        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature)
+    def logprobs(self, batch: dict, top_ids_BSK) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-prob of each token given those before it, the entropy there, and the log-probs of the engine's
+        likeliest tokens: [B, S] and [B, S, K]; s is token s + 1."""
+        ids_BT, lengths_B = batch["token_ids"].long(), batch["lengths"] - 1  # of what goes in
+        inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, lengths_B, top_ids_BSK)
+        logprobs_BS, entropy_BS, *top = self.head(self.model, *inputs)
+        return logprobs_BS, entropy_BS, torch.stack(top, -1)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
         """Goes on from a checkpoint of this run, or starts from the weights of another."""
@@ -354,47 +364,34 @@ class Trainer:
         args, (minibatches, _), sums, peaks = self.args, share, [], []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.look_ahead([batch for batches, _ in minibatches for batch in batches])
         with traced(trace and f"{trace}/rank{self.rank}.json"):
             for batches, num_tokens in minibatches:
                 self.optimizer.zero_grad()
                 for batch in batches:
+                    sync_gradients(self.model, args.parallel, last=batch is batches[-1])
                     loss, step_sums, step_peaks = self.loss(batch)
                     # FSDP averages gradients over ranks: times the ranks, it is their sum
-                    (loss * self.world_size / max(num_tokens, 1)).backward()
+                    (loss * args.parallel.data_ranks / max(num_tokens, 1)).backward()
                     sums.append(step_sums)
                     peaks.append(step_peaks)
-                grad_norm = clip_gradients(self.model, args.max_grad_norm)
-                self.optimizer.step()
-                sums.append({"grad_norm": (grad_norm, 1)})
+                grad_norm = clip_gradients(self.model, args.max_grad_norm, args.parallel)
+                if np.isfinite(grad_norm):  # on all ranks or on none
+                    self.optimizer.step()
+                sums.append(update_metrics(grad_norm))
         return rank_metrics(sums, peaks)
-
-    @torch.no_grad()
-    def look_ahead(self, batches: list[dict]) -> None:
-        """Once per step, before the weights move: moves the batches to the device and gives them reference
-        log-probs, where they are asked for."""
-        for batch in batches:
-            batch |= to_device(batch, self.device)
-            batch["mask"] = batch["action_mask"][:, 1:].bool()
-            if self.args.kl_coef > 0:
-                batch["ref_logprobs"] = self.logprobs(batch, self.ref_model, self.ref_head)[0]
 
     def loss(self, batch: dict) -> tuple[torch.Tensor, dict, dict]:
         """The summed loss of one micro-batch, its metrics, and its peaks."""
-        args, mask_BS, how = self.args, batch["mask"], (self.args.correction, self.args.correction_cap)
+        batch, how = to_device(batch, self.device), (self.args.correction, self.args.correction_cap)
+        mask_BS = batch["action_mask"][:, 1:].bool()
         top_ids_BSK, mu_top_BSK = batch["top_k"][:, 1:].unbind(-1)
-        self.head.top_ids_BSK = top_ids_BSK.long()
-        logprobs_BS, entropy_BS, *top = self.logprobs(batch, self.model, self.head)
-        self.head.top_ids_BSK, top_BSK = None, torch.stack(top, -1)
+        logprobs_BS, entropy_BS, top_BSK = self.logprobs(batch, top_ids_BSK.long())
         log_ratio_BS = torch.where(mask_BS, logprobs_BS.detach() - batch["logprobs"][:, 1:], 0.0)
         weights_BS = truncated_ratio(log_ratio_BS, *how)
         centre_BSK = centre_weights(top_BSK, mu_top_BSK, *how)
         loss, sums = centered_loss(logprobs_BS, weights_BS, top_BSK, centre_BSK, batch["advantage"], mask_BS)
         count, masked = mask_BS.sum(), weights_BS[mask_BS]
         sums["loss/entropy"] = (torch.where(mask_BS, entropy_BS, 0.0).detach().sum(), count)
-        if args.kl_coef > 0:
-            kl = kl_loss(logprobs_BS, batch["ref_logprobs"], mask_BS)
-            loss, sums["loss/kl"] = loss + args.kl_coef * kl, (kl.detach(), count)
         mismatch, peaks = mismatch_metrics(log_ratio_BS, mask_BS)
         sums["is/dropped_frac"] = ((masked == 0).sum(), count)
         sums["is/top_k_mass"] = (mu_top_BSK.exp().sum(-1)[mask_BS].sum(), count)
@@ -480,7 +477,7 @@ def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[tupl
     step's rollouts over all ranks)."""
     members = [row for rollout in rows for row in rollout]
     num_tokens = sum(int(row["action_mask"].sum()) for row in members)
-    shares = micro_batches(members, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
+    shares = micro_batches(members, args.parallel)
     return [([(share, num_tokens)], len(rows)) for share in shares]
 
 
@@ -524,15 +521,15 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     run = Run(deadline.step_timeout_s)
     run.store = open_store(cluster.host(), deadline.start_timeout_s)  # where all processes meet
     store = (run.store.host, run.store.port)
-    gpus = cluster.gpus_per_process(engine.num_engines, engine.engine_tp, num_trainers)
+    gpus, engine_gpus, trainer_gpus = cluster.split_gpus(engine.num_engines, engine.engine_tp, num_trainers)
     dtype = resolve_dtype(model_path, engine.rollout_dtype, gpus > 0)
     plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
-    (run.queue,) = run.spawn("queue", SampleQueue, [plan], max_concurrency=10_000)
+    (run.queue,) = run.spawn("queue", SampleQueue, [plan], [{"max_concurrency": 10_000}])
     log.phase(f"{num_workers} x vLLM ({dtype}), {num_trainers} x FSDP2, {gpus:.3g} GPUs for each")
     engines = list(range(engine.num_engines))
-    run.workers = run.spawn("engine", worker_class, [()] * len(engines), num_gpus=gpus * engine.engine_tp)
+    run.workers = run.spawn("engine", worker_class, [()] * len(engines), engine_gpus)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
-    run.trainers = run.spawn("trainer", trainer_class, ranks, num_gpus=gpus)
+    run.trainers = run.spawn("trainer", trainer_class, ranks, trainer_gpus)
     started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus, *store)
     started = run.ask(run.trainers, "setup", *store, dtype, num_workers) + started
     log.phase(f"trainer: {run.get(started, 'start-up', deadline.start_timeout_s)[0]}")
@@ -563,9 +560,11 @@ def check_flags(args: Args) -> int:
     if not args.engine.record_top_k:
         why = "the mean of the scores is taken over the engine's likeliest tokens"
         raise checks.FlagError(f"--record-top-k 0: {why}; use --record-top-k 20 or leave it out")
+    if (tp := args.parallel.trainer_tp) > 1:
+        raise checks.FlagError(f"--trainer-tp {tp}: needs the whole vocabulary on each rank; use 1")
     checks.check_shared(args.engine, args.parallel, args.data, args.save, args.debug, args.log)
     rollouts = args.prompts_per_step * args.group_size
-    checks.check_ranks(args.parallel.num_trainers, rollouts)
+    checks.check_ranks(args.parallel.data_ranks, rollouts)
     environments = (args.model, args.env, args.eval_env, args.data)
     return checks.check_tasks(*environments, args.engine, args.max_new_tokens)
 

@@ -44,7 +44,7 @@ from annotated_types import Ge, Gt
 from tyro.conf import OmitArgPrefixes
 
 from common import checks, cluster
-from common.batching import micro_batches
+from common.batching import micro_batches, to_device
 from common.checkpoint import SaveFlags, load_checkpoint, load_weights, save_checkpoint, starting_point
 from common.checks import FlagError
 from common.cluster import DeadlineFlags, Run
@@ -54,7 +54,8 @@ from common.logger import LogFlags, Logger, mean_of, merge
 from common.logprobs import LogprobHead
 from common.metrics import Stopwatch
 from common.models import load_tokenizer, resolve_model
-from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world
+from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world, make_optimizer
+from common.parallel import sync_gradients
 from common.refit import connect_store, open_store
 from common.trackers import open_trackers
 
@@ -258,9 +259,9 @@ class Trainer:
         store = connect_store(host, port, args.deadline.start_timeout_s)
         join_world(self.rank, self.world_size, store, self.device, args.deadline.step_timeout_s)
         torch.manual_seed(args.seed)
-        self.model = build_model(self.model_path, self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=args.weight_decay)
-        self.head = LogprobHead(self.model)
+        self.model = build_model(self.model_path, self.device, "bfloat16", args.parallel)
+        self.optimizer = make_optimizer(self.model, args.weight_decay, args.parallel)
+        self.head = LogprobHead(self.model, args.parallel.fp32_head)
         return describe(self.model)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
@@ -272,9 +273,9 @@ class Trainer:
 
     def loss(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """The summed loss of one micro-batch and its count of tokens. Position s predicts token s + 1."""
-        ids_BT = torch.tensor(batch["token_ids"], device=self.device)
-        mask_BS = torch.tensor(batch["action_mask"], device=self.device)[:, 1:]
-        logprobs_BS, _ = self.head(self.model, ids_BT[:, :-1], ids_BT[:, 1:], 1.0)
+        batch = to_device(batch, self.device)
+        ids_BT, mask_BS, lengths_B = batch["token_ids"], batch["action_mask"][:, 1:], batch["lengths"] - 1
+        logprobs_BS, _ = self.head(self.model, ids_BT[:, :-1], ids_BT[:, 1:], 1.0, lengths_B)
         return sft_loss(logprobs_BS, mask_BS), mask_BS.sum()
 
     def train_step(self, batches: list[dict], num_tokens: int, lr: float) -> dict:
@@ -286,14 +287,17 @@ class Trainer:
             group["lr"] = lr
         self.optimizer.zero_grad()
         sums = []
+        parallel = self.args.parallel
         for batch in batches:
+            sync_gradients(self.model, parallel, last=batch is batches[-1])
             loss, count = self.loss(batch)
             # FSDP averages gradients over ranks: times the ranks, so that the sum is over all tokens
-            (loss * self.world_size / num_tokens).backward()
+            (loss * parallel.data_ranks / num_tokens).backward()
             sums.append({"loss/sft": (float(loss), int(count))})
-        grad_norm = clip_gradients(self.model, self.args.max_grad_norm)
-        self.optimizer.step()
-        return merge([*sums, {"grad_norm": (grad_norm, 1)}])
+        grad_norm = clip_gradients(self.model, self.args.max_grad_norm, parallel)
+        if np.isfinite(grad_norm):  # on all ranks or on none
+            self.optimizer.step()
+        return merge([*sums, update_metrics(grad_norm)])
 
     @torch.no_grad()
     def evaluate(self, batches: list[dict]) -> dict:
@@ -326,9 +330,9 @@ def start_run(args: Args, log: Logger, model_path: str) -> Run:
     log.phase(f"ray: starting; trainers: {num_trainers} x FSDP2")
     cluster.start(num_trainers, args.log.output_dir)
     run = Run(args.deadline.step_timeout_s)
-    gpus = cluster.gpus_per_process(0, 1, num_trainers)
+    gpus, _, trainer_gpus = cluster.split_gpus(0, 1, num_trainers)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
-    run.trainers = run.spawn("trainer", Trainer, ranks, num_gpus=gpus)
+    run.trainers = run.spawn("trainer", Trainer, ranks, trainer_gpus)
     run.store = open_store(cluster.host(), timeout_s)
     ready = run.ask(run.trainers, "setup", run.store.host, run.store.port)
     log.phase(f"trainer: {run.get(ready, 'trainers starting', timeout_s)[0]}")
@@ -337,7 +341,7 @@ def start_run(args: Args, log: Logger, model_path: str) -> Run:
 
 def held_out_loss(run: Run, held_out: list[dict], args: Args) -> float:
     """Mean loss per token on the held-out conversations under the current weights."""
-    shares = micro_batches(held_out, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
+    shares = micro_batches(held_out, args.parallel)
     return mean_of(merge(run.get(run.ask_each(run.trainers, "evaluate", shares), "evaluation")))["loss"]
 
 
@@ -383,7 +387,7 @@ def main(args: Args) -> None:
             # the optimizer step
             row["lr"], batch = learning_rate(step, args), step_rows(train, step, args)
             num_tokens = sum(int(each["action_mask"].sum()) for each in batch)
-            shares = micro_batches(batch, args.parallel.num_trainers, args.parallel.micro_batch_tokens)
+            shares = micro_batches(batch, args.parallel)
             training = run.ask_each(run.trainers, "train_step", shares, num_tokens, row["lr"])
             row |= mean_of(merge(run.get(training, f"training step {step}")))
             clock.lap("time/train")

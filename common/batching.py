@@ -1,8 +1,11 @@
 """From rows of tokens to padded micro-batches: bounded by tokens, balanced over ranks, equal in number."""
 
+import heapq
+
 import numpy as np
 import torch
 
+from common.parallel import ParallelFlags
 from common.sample import Segment
 
 
@@ -11,18 +14,33 @@ def segment_row(segment: Segment) -> dict:
     return {name: getattr(segment, name) for name in ("token_ids", "action_mask", "logprobs")}
 
 
-def micro_batches(rows: list[dict], num_ranks: int, max_tokens: int) -> list[list[dict]]:
-    """Splits rows into micro-batches of at most `max_tokens` tokens, padding included, for each rank.
+def micro_batches(rows: list[dict], flags: ParallelFlags) -> list[list[dict]]:
+    """Splits rows into micro-batches of at most `flags.micro_batch_tokens` tokens for each trainer rank,
+    padding included unless rows are packed.
 
     A row is a dict of arrays of its length T (`token_ids` and `action_mask` among them) and of plain numbers.
     Returns [rank][micro-batch] -> dict of arrays [B, T] (right-padded with zeros) and [B]. Every rank gets
     the same number, since each one is a collective; a rank without work left gets one whose mask is empty. A
-    single row longer than `max_tokens` is a micro-batch of its own.
+    single row longer than the bound is a micro-batch of its own. Ranks that share a model get the same.
     """
+    num_ranks, limit = flags.data_ranks, flags.micro_batch_tokens
     rows = sorted(rows, key=lambda row: -len(row["token_ids"]))
+    groups = balanced_groups(rows, num_ranks, limit) if flags.packs else padded_groups(rows, num_ranks, limit)
+    groups.sort(key=lambda group: -sum(len(row["token_ids"]) for row in group))
+    filler = {**rows[-1], "action_mask": np.zeros_like(rows[-1]["action_mask"])}
+    groups += [[filler]] * (-len(groups) % num_ranks)
+    # dealt forth and back, so that each rank has large ones and small ones, and as large as the others have
+    rounds = [groups[start : start + num_ranks] for start in range(0, len(groups), num_ranks)]
+    dealt = [each if number % 2 == 0 else each[::-1] for number, each in enumerate(rounds)]
+    shares = [[collate(group) for group in rank] for rank in zip(*dealt)]
+    return [share for share in shares for _ in range(flags.trainer_tp)]
+
+
+def padded_groups(rows: list[dict], num_ranks: int, limit: int) -> list[list[dict]]:
+    """Rows of similar lengths together, of which the first is the longest."""
     groups: list[list[dict]] = []
-    for row in rows:  # sorted, so the first row of a group is its width
-        if groups and len(groups[-1][0]["token_ids"]) * (len(groups[-1]) + 1) <= max_tokens:
+    for row in rows:
+        if groups and len(groups[-1][0]["token_ids"]) * (len(groups[-1]) + 1) <= limit:
             groups[-1].append(row)
         else:
             groups.append([row])
@@ -30,23 +48,35 @@ def micro_batches(rows: list[dict], num_ranks: int, max_tokens: int) -> list[lis
         fullest = max(groups, key=len)
         groups.remove(fullest)
         groups += [fullest[::2], fullest[1::2]]
-    groups.sort(key=lambda group: -len(group) * len(group[0]["token_ids"]))
-    filler = {**rows[-1], "action_mask": np.zeros_like(rows[-1]["action_mask"])}
-    groups += [[filler]] * (-len(groups) % num_ranks)
-    # dealt forth and back, so that each rank has large ones and small ones, and as large as the others have
-    rounds = [groups[start : start + num_ranks] for start in range(0, len(groups), num_ranks)]
-    dealt = [each if number % 2 == 0 else each[::-1] for number, each in enumerate(rounds)]
-    return [[collate(group) for group in rank] for rank in zip(*dealt)]
+    return groups
+
+
+def balanced_groups(rows: list[dict], num_ranks: int, limit: int) -> list[list[dict]]:
+    """As few groups as the limit allows, a multiple of the ranks, with about as many tokens each: every row,
+    from the longest on, goes to the group that has the fewest."""
+    tokens = sum(len(row["token_ids"]) for row in rows)
+    count = num_ranks * max(1, -(-tokens // (num_ranks * limit)))
+    while True:
+        heap = [(0, index, []) for index in range(count)]
+        for row in rows:
+            size, index, group = heapq.heappop(heap)
+            heapq.heappush(heap, (size + len(row["token_ids"]), index, [*group, row]))
+        if all(size <= limit or len(group) == 1 for size, _, group in heap):
+            return [group for _, _, group in heap if group]
+        count += num_ranks
 
 
 def to_device(batch: dict, device: torch.device) -> dict:
-    return {name: torch.tensor(value, device=device) for name, value in batch.items()}
+    """As tensors. The lengths stay on the CPU: what is packed where is decided there."""
+    cpu = torch.device("cpu")
+    return {k: torch.tensor(v, device=cpu if k == "lengths" else device) for k, v in batch.items()}
 
 
 def collate(rows: list[dict]) -> dict:
-    """Arrays padded on the right with zeros to the longest row, [B, T]; plain numbers as [B]."""
-    width = max(len(row["token_ids"]) for row in rows)
-    batch = {}
+    """Arrays padded on the right with zeros to the longest row, [B, T]; plain numbers as [B]. `lengths` [B]
+    are those without the padding."""
+    batch = {"lengths": np.array([len(row["token_ids"]) for row in rows])}
+    width = batch["lengths"].max()
     for key in rows[0]:
         values = [row[key] for row in rows]
         if isinstance(values[0], np.ndarray):

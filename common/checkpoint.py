@@ -23,7 +23,7 @@ from huggingface_hub import save_torch_state_dict
 from torch.distributed.checkpoint import CheckpointException, state_dict
 
 from common.checks import FlagError
-from common.refit import checkpoint_tensors
+from common.refit import checkpoint_tensors, clean
 
 
 @dataclass
@@ -118,7 +118,7 @@ def load_weights(path: str, model: torch.nn.Module, rank: int) -> None:
     state = {}
     if rank == 0:
         other = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        ours, theirs = ({name: p.shape for name, p in m.named_parameters()} for m in (model, other))
+        ours, theirs = ({clean(name): p.shape for name, p in m.named_parameters()} for m in (model, other))
         if ours != theirs:
             raise ValueError(f"{path}: its parameters are not those of the model to train")
         state = other.state_dict()

@@ -153,14 +153,36 @@ def check_ranks(num_trainers: int, rollouts_per_minibatch: int) -> None:
         raise FlagError(f"--num-trainers {num_trainers}: {why}; {fix}")
 
 
+def check_parallel(flags) -> None:
+    """Refuses splits that do not come out even, and what needs a package that is not there."""
+    for flag, size in (("--trainer-tp", flags.trainer_tp), ("--trainer-ep", flags.trainer_ep)):
+        if flags.num_trainers % size:
+            why = f"does not divide --num-trainers {flags.num_trainers}"
+            raise FlagError(f"{flag} {size}: {why}; use a divisor of it")
+    if flags.trainer_tp > 1 and flags.trainer_ep > 1:
+        raise FlagError("--trainer-tp and --trainer-ep: both above 1 are not supported; use one of them")
+    if flags.trainer_cp > 1:
+        there = importlib.util.find_spec("transformer_engine") is not None
+        why = "is not written yet" if there else "needs TransformerEngine, which is not installed"
+        raise FlagError(f"--trainer-cp {flags.trainer_cp}: context parallelism {why}; use 1")
+    if flags.optimizer == "muon" and importlib.util.find_spec("dion") is None:
+        raise FlagError("--optimizer muon: needs the package dion; install it, or use adamw")
+    if flags.optimizer == "muon" and flags.offload_optimizer:
+        raise FlagError("--optimizer muon --offload-optimizer: offloading is AdamW's; use one of them")
+
+
 def check_gpu_split(num_engines: int, engine_tp: int, num_trainers: int, gpus: int) -> None:
-    """Refuses a split that needs more GPUs than there are. One GPU serves one engine and one trainer."""
-    needed, engines = num_engines * engine_tp + num_trainers, f"--num-engines {num_engines}"
+    """Refuses a split that needs more GPUs than there are. Or else each GPU serves a trainer and an engine
+    worker."""
+    workers, engines = num_engines * engine_tp, f"--num-engines {num_engines}"
     if engine_tp > 1:
         engines += f" x --engine-tp {engine_tp}"
-    if 0 < gpus < needed and (gpus, needed) != (1, 2):
-        what = f"{engines} and --num-trainers {num_trainers} need {needed} GPUs"
-        raise FlagError(f"{what}, there are {gpus}; lower --num-engines or --num-trainers")
+    shared = workers == num_trainers == gpus and (gpus == 1 or not os.environ.get("RAY_ADDRESS"))
+    if 0 < gpus < workers + num_trainers and not shared:
+        what = f"{engines} and --num-trainers {num_trainers} need {workers + num_trainers} GPUs"
+        fix = "lower --num-engines or --num-trainers"
+        fix += f", or share them: on one machine {gpus} of each" if gpus > 1 else ""
+        raise FlagError(f"{what}, there are {gpus}; {fix}")
 
 
 def check_context(prompt_tokens: int, max_new_tokens: int, max_model_len: int) -> None:
@@ -187,6 +209,7 @@ def check_output_dir(path: str, resume: bool) -> None:
 def check_shared(engine, parallel, data, save, debug, log) -> None:
     """Refuses what cannot work in the groups of flags that every algorithm has."""
     check_json_object("--chat-template-args", data.chat_template_args)
+    check_parallel(parallel)
     if not os.environ.get("RAY_ADDRESS"):
         gpus = torch.cuda.device_count()
         check_gpu_split(engine.num_engines, engine.engine_tp, parallel.num_trainers, gpus)

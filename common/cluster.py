@@ -62,15 +62,25 @@ def host() -> str:
     return ray.util.get_node_ip_address() if os.environ.get("RAY_ADDRESS") else LOOPBACK
 
 
-def gpus_per_process(num_engines: int, engine_tp: int, num_trainers: int) -> float:
-    """The GPUs that each engine worker and each trainer gets: 0 on a machine without, a share of one that
-    serves all.
+def split_gpus(num_engines: int, engine_tp: int, num_trainers: int) -> tuple[float, list[dict], list[dict]]:
+    """The share of a GPU that each engine worker and each trainer gets (0 on a machine without), and Ray's
+    options for each engine and for each trainer.
 
-    Raises FlagError with the arithmetic where there are too few.
+    Where every GPU serves a trainer and an engine worker, Ray would put two trainers on one. So those get no
+    GPU from Ray and see what they are told to. Raises FlagError with the arithmetic where there are too few.
     """
     available, wanted = int(ray.cluster_resources().get("GPU", 0)), num_engines * engine_tp + num_trainers
     check_gpu_split(num_engines, engine_tp, num_trainers, available)
-    return 1 / wanted if available == 1 else float(available > 0)
+    if wanted <= available or available <= 1:
+        share = min(1.0, available / wanted)
+        return share, [{"num_gpus": share * engine_tp}] * num_engines, [{"num_gpus": share}] * num_trainers
+    names = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(available)))).split(",")
+
+    def sees(first: int, count: int) -> dict:
+        return {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + count])}}}
+
+    engines = [sees(index * engine_tp, engine_tp) for index in range(num_engines)]
+    return available / wanted, engines, [sees(rank, 1) for rank in range(num_trainers)]
 
 
 class Run:
@@ -87,11 +97,14 @@ class Run:
         self.pings: dict[ray.ObjectRef, str] = {}
         self.tasks: dict[ray.ObjectRef, str] = {}  # calls that last as long as the run, by what they are
 
-    def spawn(self, name: str, actor_class: type, arguments: list[tuple], **options) -> list:
-        """One actor for each tuple of constructor arguments, called `name`, or `name` 0, 1, ... if
-        several."""
-        remote = ray.remote(actor_class).options(num_cpus=0, **options)
-        handles = [remote.remote(*each) for each in arguments]
+    def spawn(self, name: str, actor_class: type, arguments: list[tuple], options: list[dict]) -> list:
+        """One actor for each tuple of constructor arguments and dict of Ray's options, called `name`, or
+        `name` 0, 1, ... if several."""
+        remote = ray.remote(actor_class)
+        handles = [
+            remote.options(num_cpus=0, **own).remote(*each)
+            for each, own in zip(arguments, options, strict=True)
+        ]
         names = [name if len(handles) == 1 else f"{name} {index}" for index in range(len(handles))]
         self.actors |= dict(zip(names, handles, strict=True))
         return handles

@@ -3,7 +3,8 @@
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from common.parallel import build_model
+from common.attention import pack
+from common.parallel import ParallelFlags, build_model
 
 
 class ValueHead(torch.nn.Linear):
@@ -35,15 +36,17 @@ def put_value_head(model: torch.nn.Module, device: torch.device) -> torch.nn.Mod
     return model
 
 
-def build_critic(path: str, device: torch.device) -> torch.nn.Module:
+def build_critic(path: str, device: torch.device, flags: ParallelFlags | None = None) -> torch.nn.Module:
     """The model of `path` in fp32, sharded like the policy, under a value head. Every value is 0 at first."""
-    return put_value_head(build_model(path, device), device)
+    return put_value_head(build_model(path, device, flags=flags), device)
 
 
-def values(model: torch.nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
-    """The value of the state after each token, [B, T] in fp32. Rows are padded on the right.
+def values(model: torch.nn.Module, ids_BT: torch.Tensor, lengths_B: torch.Tensor | None = None):
+    """The value of the state after each token, [B, T] in fp32. Rows are padded on the right; `lengths_B` are
+    their lengths without that, on the CPU.
 
     Token t was sampled in the state after t - 1: [:, :-1] lies beside the log-probs of tokens 1 to T - 1. The
     last column is the state that a cut rollout was left in.
     """
-    return model(input_ids=ids_BT, use_cache=False).logits.squeeze(-1)
+    packed = pack(model, ids_BT, lengths_B)
+    return packed.spread(model(**packed.inputs, use_cache=False).logits).squeeze(-1)

@@ -1,20 +1,106 @@
 """Log-prob and entropy of given tokens without the [tokens, vocab] logits of a whole batch in memory."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from common.attention import pack
 from common.parallel import reshard
 
-CHUNK_BYTES = 128 << 20  # of fp32 logits that exist at a time
+CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # of logits that exist at a time
 
 
-def chunk_logprobs(hidden_TH, weight_VH, bias_V, targets_T, temperature: float):
-    """Log-prob of each target and entropy of its distribution, both [T] in fp32."""
-    logits_TV = F.linear(hidden_TH, weight_VH, bias_V).float() / temperature
-    logprobs_TV = F.log_softmax(logits_TV, dim=-1)
-    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
-    return logprobs_TV.gather(-1, targets_T[:, None]).squeeze(-1), entropy_T
+def logit_sums(logits_TV: torch.Tensor, targets_T: torch.Tensor, temperature: float) -> torch.Tensor:
+    """What log-prob and entropy are made of, [4, T] in fp32. With x = logits / temperature and m = max x:
+    m, sum exp(x - m), sum (x - m) exp(x - m), and x of the target, or 0 where it is not among these logits."""
+    if logits_TV.device.type == "cuda":
+        from common.logprob_kernel import logit_sums_on_gpu
+
+        return logit_sums_on_gpu(logits_TV, targets_T, temperature)
+    x_TV = logits_TV.float() / temperature
+    inside_T = (targets_T >= 0) & (targets_T < x_TV.shape[1])
+    target_T = x_TV.gather(-1, targets_T.clamp(0, x_TV.shape[1] - 1)[:, None]).squeeze(-1)
+    max_T = x_TV.amax(-1)
+    below_TV = x_TV - max_T[:, None]
+    exp_TV = below_TV.exp()
+    sums = exp_TV.sum(-1), (below_TV * exp_TV).sum(-1)
+    return torch.stack([max_T, *sums, torch.where(inside_T, target_T, 0.0)])
+
+
+def logit_gradients_(logits_TV, targets_T, log_z_T, entropy_T, grad_T, entropy_grad_T, temperature: float):
+    """Turns logits, in place, into the gradient of sum(grad x log-prob + entropy_grad x entropy) for them."""
+    if logits_TV.device.type == "cuda":
+        from common.logprob_kernel import logit_gradients_on_gpu
+
+        rows = (targets_T, log_z_T, entropy_T, grad_T, entropy_grad_T)
+        return logit_gradients_on_gpu(logits_TV, *rows, temperature)
+    logprobs_TV = logits_TV.float() / temperature - log_z_T[:, None]
+    p_TV = logprobs_TV.exp()
+    gradient_TV = -p_TV * (grad_T[:, None] + entropy_grad_T[:, None] * (logprobs_TV + entropy_T[:, None]))
+    inside_T = ((targets_T >= 0) & (targets_T < logits_TV.shape[1])).nonzero().squeeze(-1)
+    gradient_TV[inside_T, targets_T[inside_T]] += grad_T[inside_T]
+    return logits_TV.copy_(gradient_TV / temperature)
+
+
+def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, where `total` may be wider than the factors."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+class LinearLogprobs(torch.autograd.Function):
+    """(log-probs, entropies), both [T] in fp32, of `targets_T` under softmax(hidden @ weight.T / temperature).
+
+    Logits are made in chunks, in the dtype of the weights, and made again for the backward pass. With `group`
+    (tensor parallelism) each rank has the rows of the vocabulary from `first` on, and adds up with the others.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_TH, weight_VH, bias_V, targets_T, temperature: float, group, first: int):
+        targets_T = targets_T - first
+        size = CHUNK_BYTES[weight_VH.device.type] // (weight_VH.shape[0] * weight_VH.element_size())
+        chunks = [slice(at, at + max(1, size)) for at in range(0, len(targets_T), max(1, size))]
+        max_T, exp_T, weighted_T, target_T = torch.cat(
+            [
+                logit_sums(F.linear(hidden_TH[c], weight_VH, bias_V), targets_T[c], temperature)
+                for c in chunks
+            ],
+            dim=1,
+        )
+        if group is not None:
+            highest_T = max_T.clone()
+            dist.all_reduce(highest_T, dist.ReduceOp.MAX, group)
+            scale_T = (max_T - highest_T).exp()
+            weighted_T = (weighted_T + (max_T - highest_T) * exp_T) * scale_T
+            sums = torch.stack([exp_T * scale_T, weighted_T, target_T])
+            dist.all_reduce(sums, group=group)
+            max_T, (exp_T, weighted_T, target_T) = highest_T, sums
+        entropy_T = exp_T.log() - weighted_T / exp_T
+        log_z_T = max_T + exp_T.log()
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, log_z_T, entropy_T)
+        ctx.chunks, ctx.temperature = chunks, temperature
+        return target_T - log_z_T, entropy_T
+
+    @staticmethod
+    def backward(ctx, grad_T, entropy_grad_T):
+        hidden_TH, weight_VH, bias_V, targets_T, log_z_T, entropy_T = ctx.saved_tensors
+        wide = torch.promote_types(weight_VH.dtype, torch.float32)
+        hidden_grad_TH = torch.empty_like(hidden_TH)
+        weight_grad_VH = torch.zeros_like(weight_VH, dtype=wide)
+        bias_grad_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+        for c in ctx.chunks:
+            logits_TV = F.linear(hidden_TH[c], weight_VH, bias_V)
+            rows = targets_T[c], log_z_T[c], entropy_T[c], grad_T[c], entropy_grad_T[c]
+            gradient_TV = logit_gradients_(logits_TV, *rows, ctx.temperature)
+            hidden_grad_TH[c] = gradient_TV @ weight_VH
+            add_product_(weight_grad_VH, gradient_TV.T, hidden_TH[c])
+            if bias_V is not None:
+                bias_grad_V += gradient_TV.sum(0, dtype=wide)
+        return hidden_grad_TH, weight_grad_VH, bias_grad_V, None, None, None, None
 
 
 class LogprobHead:
@@ -24,8 +110,8 @@ class LogprobHead:
     the model's own forward, so that FSDP's hooks around the head fire as for any other layer.
     """
 
-    def __init__(self, model: torch.nn.Module):
-        self.head = model.get_output_embeddings()
+    def __init__(self, model: torch.nn.Module, fp32: bool = False):
+        self.head, self.fp32 = model.get_output_embeddings(), fp32
         self.plain_forward = self.head.forward
         self.head.forward = self.forward
         self.targets_BS: torch.Tensor | None = None
@@ -37,34 +123,37 @@ class LogprobHead:
         if hidden_BSH.shape[:2] != self.targets_BS.shape:
             sizes = tuple(hidden_BSH.shape[:2]), tuple(self.targets_BS.shape)
             raise ValueError("{} positions, {} targets".format(*sizes))
-        hidden, targets = hidden_BSH.flatten(0, 1), self.targets_BS.flatten()
-        size = max(1, CHUNK_BYTES // (4 * len(self.head.weight)))
-        parts = []
-        for start in range(0, len(targets), size):
-            part = slice(start, start + size)
-            chunk = hidden[part], self.head.weight, self.head.bias, targets[part]
-            if len(targets) <= size:
-                parts.append(chunk_logprobs(*chunk, self.temperature))
-            else:  # only the last chunk's logits would be needed again: recompute each in the backward pass
-                parts.append(checkpoint(chunk_logprobs, *chunk, self.temperature, use_reentrant=False))
-        logprobs, entropies = (torch.cat(values) for values in zip(*parts))
-        values = torch.stack([logprobs, entropies], dim=-1).unflatten(0, self.targets_BS.shape)
-        return values.clone()  # FSDP warns of outputs that are views
+        hidden, weight, bias, mesh, group, first = hidden_BSH, self.head.weight, self.head.bias, None, None, 0
+        if isinstance(hidden_BSH, DTensor):  # tensor parallelism: each rank has a part of the vocabulary
+            mesh = hidden_BSH.device_mesh
+            first = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)[1][0]
+            hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
+            bias, group = None if bias is None else bias.to_local(), mesh.get_group()
+        if self.fp32:
+            hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
+        arguments = self.targets_BS.flatten(), self.temperature, group, first
+        values = LinearLogprobs.apply(hidden.flatten(0, 1), weight, bias, *arguments)
+        values = torch.stack([value.unflatten(0, self.targets_BS.shape) for value in values], dim=-1)
+        # with a mesh, as one slice of [B, S, 2 x ranks]: the plan for the head expects a sharded last axis
+        return values if mesh is None else DTensor.from_local(values, mesh, [Shard(2)], run_check=False)
 
-    def __call__(self, model, input_ids_BS, targets_BS, temperature: float):
+    def __call__(self, model, input_ids_BS, targets_BS, temperature: float, lengths_B=None):
         """(log-probs, entropies) of `targets_BS` given `input_ids_BS` up to the same position, both [B, S],
         fp32.
 
-        Rows are padded on the right, so a causal model needs no attention mask. Raises ValueError where the
-        two shapes differ.
+        Rows are padded on the right, so a causal model needs no attention mask. `lengths_B` are their lengths
+        without padding, on the CPU (default: S); a model that packs computes nothing past them, and gives 0
+        there. Raises ValueError where the two shapes differ.
         """
         if input_ids_BS.shape != targets_BS.shape:
             raise ValueError(f"input ids {tuple(input_ids_BS.shape)}, targets {tuple(targets_BS.shape)}")
-        self.targets_BS, self.temperature = targets_BS, temperature
+        packed = pack(model, input_ids_BS, lengths_B)
+        self.targets_BS, self.temperature = packed.select(targets_BS), temperature
         try:
-            output = model(input_ids=input_ids_BS, use_cache=False)
+            output = model(**packed.inputs, use_cache=False)
         finally:
             self.targets_BS = None
         if not torch.is_grad_enabled():
             reshard(model)
-        return output.logits.unbind(-1)
+        values = output.logits.to_local() if isinstance(output.logits, DTensor) else output.logits
+        return packed.spread(values).unbind(-1)

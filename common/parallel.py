@@ -1,23 +1,62 @@
 """The training model on a mesh of ranks: NeMo AutoModel and FSDP2. The only file that imports AutoModel."""
 
+import contextlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from annotated_types import Ge
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from common.attention import PACKED
+from common.checks import FlagError
 
 
 @dataclass
 class ParallelFlags:
     num_trainers: Annotated[int, Ge(1)] = 1
     """Trainer ranks: one FSDP2 mesh over all of them; on GPUs each takes one GPU."""
+    trainer_tp: Annotated[int, Ge(1)] = 1
+    """Trainer ranks over which each layer is split (tensor parallelism), for models too large for FSDP
+    alone. They train the same rollouts."""
+    trainer_ep: Annotated[int, Ge(1)] = 1
+    """Trainer ranks over which the experts of a mixture of experts are spread."""
+    trainer_cp: Annotated[int, Ge(1)] = 1
+    """Trainer ranks over which each row is split (context parallelism). Needs TransformerEngine."""
     micro_batch_tokens: Annotated[int, Ge(1)] = 8192
-    """Tokens of a micro-batch on one rank, padding included. Lower it when the trainer runs out of memory."""
+    """Tokens of a micro-batch on one rank. Lower it when the trainer runs out of memory."""
+    packing: bool | None = None
+    """Lays the rows of a micro-batch end to end instead of padding them. Default: on GPUs, where attention
+    has a kernel for it, but for mixtures of experts."""
+    activation_checkpointing: bool = False
+    """Keeps fewer activations and computes the others again: less memory, a quarter less speed."""
+    offload_optimizer: bool = False
+    """Keeps Adam's averages (8 bytes a parameter) in CPU memory between steps."""
+    defer_gradient_sync: bool = True
+    """Adds up a step's gradients on each rank and exchanges them once. Off, memory for the gradients is
+    divided by the ranks, and every micro-batch exchanges them."""
+    compile: bool = False
+    """Compiles each layer (torch.compile): a start that is a minute longer for faster steps."""
+    fp32_head: bool = False
+    """Computes logits in fp32 instead of the dtype of the weights: exacter, slower, and not what the engine
+    does."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon needs the package dion."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that train different rollouts."""
+        return self.num_trainers // self.trainer_tp
+
+    @property
+    def packs(self) -> bool:
+        return torch.cuda.is_available() if self.packing is None else self.packing
 
 
 def join_world(rank: int, world_size: int, store: dist.Store, device: torch.device, timeout_s: float) -> None:
@@ -30,40 +69,81 @@ def join_world(rank: int, world_size: int, store: dist.Store, device: torch.devi
     )
 
 
-def build_model(path: str, device: torch.device, dtype: str = "bfloat16") -> torch.nn.Module:
-    """A causal LM with fp32 weights, sharded over all ranks. On a GPU it computes in `dtype`, on a CPU in
-    fp32.
+def build_model(
+    path: str, device: torch.device, dtype: str = "bfloat16", flags: ParallelFlags | None = None
+) -> torch.nn.Module:
+    """A causal LM with fp32 weights, spread over all ranks as `flags` say. On a GPU it computes in `dtype`,
+    on a CPU in fp32.
 
     Build the optimizer before any forward: parameters that FSDP2 has unsharded are not the ones to train.
     """
-    from nemo_automodel import NeMoAutoModelForCausalLM
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
     from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    compute = getattr(torch, dtype) if device.type == "cuda" else torch.float32
+    flags, on_gpu = flags or ParallelFlags(), device.type == "cuda"
+    compute = getattr(torch, dtype) if on_gpu else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     setup = DistributedSetup.build(
-        strategy=FSDP2Config(mp_policy=policy),
-        parallelism_sizes=ParallelismSizes(),
+        strategy=FSDP2Config(mp_policy=policy, enable_compile=flags.compile),
+        parallelism_sizes=ParallelismSizes(tp_size=flags.trainer_tp, ep_size=flags.trainer_ep),
+        activation_checkpointing=flags.activation_checkpointing,
         world_size=dist.get_world_size(),
     )
-    if device.type == "cuda":
-        model = NeMoAutoModelForCausalLM.from_pretrained(
-            path, distributed_setup=setup, dtype=torch.float32, attn_implementation="sdpa",
-            use_liger_kernel=False,
-        )  # fmt: skip
+    config = AutoConfig.from_pretrained(path).to_dict()
+    sparse = not config.keys().isdisjoint(("num_experts", "num_local_experts", "n_routed_experts"))
+    if flags.trainer_ep > 1 and not sparse:
+        raise FlagError(f"--trainer-ep {flags.trainer_ep}: {path} has no experts; use 1")
+    if on_gpu or flags.trainer_ep > 1:
+        model = load_by_automodel(path, setup, sparse, on_gpu)
     else:  # AutoModel's own loader asks for a CUDA device; its parallelizer does not
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
         model = parallelize_model(model, setup.mesh_context)
-    if (
-        device.type == "cuda" and dist.get_world_size() == 1
-    ):  # AutoModel leaves a single rank as it is, in fp32
-        for layer in model.model.layers:
+    if on_gpu and dist.get_world_size() == 1:  # AutoModel leaves a single rank as it is, in fp32
+        layers = model.model.layers
+        for layer in layers.values() if isinstance(layers, torch.nn.ModuleDict) else layers:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
+    if flags.packing or flags.packing is None and on_gpu and not sparse:
+        model.config._attn_implementation = PACKED
+    model.mesh = setup.mesh_context
     return model
+
+
+def load_by_automodel(path: str, setup, sparse: bool, on_gpu: bool) -> torch.nn.Module:
+    """Through AutoModel's own loader, which shards while it loads and has its own mixtures of experts."""
+    from nemo_automodel import NeMoAutoModelForCausalLM
+    from nemo_automodel.components.models.common import BackendConfig
+
+    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "use_liger_kernel": False}
+    if sparse:  # neither TransformerEngine nor DeepEP
+        plain = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch", "dispatcher": "torch"}
+        experts = "torch_mm" if on_gpu else "torch"
+        settings["backend"] = BackendConfig(**plain, experts=experts, rope_fusion=False)
+    no_cuda = contextlib.ExitStack()
+    with no_cuda:
+        if not on_gpu:
+            no_cuda.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
+            no_cuda.enter_context(CudaIsCpu())
+        model = NeMoAutoModelForCausalLM.from_pretrained(path, distributed_setup=setup, **settings)
+    for module in model.modules():
+        if "aux_loss_coeff" in vars(module):
+            module.aux_loss_coeff = 0.0  # else every loss would have a term that its file does not show
+        if "device" in vars(module) and not on_gpu:  # a rotary embedding remembers where it was made
+            module.device = torch.device("cpu")
+    return model
+
+
+class CudaIsCpu(TorchFunctionMode):
+    """On a machine without a GPU: what AutoModel makes on, or moves to, GPU 0 stays on the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        args = ["cpu" if isinstance(each, torch.device) and each.type == "cuda" else each for each in args]
+        if kwargs.get("device") in (0, torch.device("cuda"), torch.device("cuda", 0)):
+            kwargs = kwargs | {"device": "cpu"}
+        return func(*args, **kwargs)
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -85,14 +165,80 @@ def describe(model: torch.nn.Module) -> str:
     return f"{kind}, {size / 1e6:.3g}M parameters, {shards}"
 
 
-def clip_gradients(model: torch.nn.Module, max_norm: float) -> float:
-    """Scales all gradients to a global L2 norm of at most `max_norm`. Returns the norm before, equal on all
-    ranks.
+def sync_gradients(model: torch.nn.Module, flags: ParallelFlags, last: bool) -> None:
+    """Before a micro-batch: whether its backward exchanges gradients with the other ranks."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or not flags.defer_gradient_sync)
 
-    Raises FloatingPointError where it is not finite: such a step would destroy the weights.
-    """
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if not torch.isfinite(norm):
-        raise FloatingPointError(f"the gradient's norm is {float(norm)}")
+
+def clip_gradients(model: torch.nn.Module, max_norm: float, flags: ParallelFlags) -> float:
+    """Scales all gradients to a global L2 norm of at most `max_norm`. Returns the norm before, equal on all
+    ranks: where it is not finite, no rank may take the step."""
+    from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
+    from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
+
+    synchronize_tp_replica_gradients([model], model.mesh.device_mesh)
+    norm = scale_grads_and_clip_grad_norm(
+        max_norm, [model], device_mesh=model.mesh.device_mesh, moe_mesh=model.mesh.moe_mesh,
+        ep_axis_name="ep", dp_group_size=flags.data_ranks,
+    )  # fmt: skip
     return float(norm)
+
+
+# --- The optimizer
+
+
+def make_optimizer(
+    model: torch.nn.Module, weight_decay: float, flags: ParallelFlags
+) -> torch.optim.Optimizer:
+    """AdamW (fused on a GPU, its averages offloaded if so asked), or Muon. The learning rate is set later."""
+    if flags.optimizer == "muon":
+        from nemo_automodel.components.optim.optimizer import MuonConfig
+
+        return MuonConfig(lr=0.0, weight_decay=weight_decay).build(model, model.mesh.device_mesh)[0]
+    kind = OffloadedAdamW if flags.offload_optimizer else torch.optim.AdamW
+    fused = next(model.parameters()).device.type == "cuda"
+    return kind(model.parameters(), lr=0.0, weight_decay=weight_decay, fused=fused)
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW with its averages in CPU memory: those of a part of the parameters at a time come to the GPU."""
+
+    PART = 1 << 28  # elements: 2 GiB of averages
+
+    def step(self, closure=None) -> None:
+        (group,), parts, size = self.param_groups, [[]], 0
+        for parameter in group["params"]:
+            if parts[-1] and size + local(parameter).numel() > self.PART:
+                parts, size = [*parts, []], 0
+            parts[-1].append(parameter)
+            size += local(parameter).numel()
+        for part in parts:
+            self._move(part, lambda average, parameter: average.to(parameter.device, non_blocking=True))
+            self.param_groups = [group | {"params": part}]
+            super().step()
+            self._move(part, to_pinned)
+        self.param_groups = [group]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what was copied without blocking is there
+
+    def _move(self, parameters: list, copy) -> None:
+        """Averages stay DTensors on the mesh of their parameter; their local part changes its place."""
+        for parameter in parameters:
+            for name, average in self.state[parameter].items():
+                if name == "step":
+                    continue
+                if isinstance(average, DTensor):
+                    average._local_tensor = copy(average._local_tensor, local(parameter))
+                else:
+                    self.state[parameter][name] = copy(average, parameter)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def to_pinned(average: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if average.device.type == "cpu":
+        return average
+    return torch.empty_like(average, device="cpu", pin_memory=True).copy_(average, non_blocking=True)

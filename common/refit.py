@@ -25,6 +25,11 @@ CHUNK = 1 << 20  # elements that a CPU hashes at a time, so that it needs 8 MiB 
 WEIGHT_STEP = 0x3C6EF372FE94F82A  # of the hash; even, so that every weight is odd
 
 
+# Stacked experts, by the end of their name, and what each one of them holds.
+STACKED = dict.fromkeys(("gate_up_proj", "gate_and_up_projs"), ("gate_proj", "up_proj"))
+STACKED |= dict.fromkeys(("down_proj", "down_projs"), ("down_proj",))
+
+
 class RefitError(RuntimeError):
     """The engine does not hold what the trainer sent. It is never resumed after this."""
 
@@ -65,28 +70,31 @@ def gather(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if parameter.device_mesh.size() == 1 else parameter.full_tensor()
 
 
+def clean(name: str) -> str:
+    """A parameter's name without what a wrapper adds that recomputes activations."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 def checkpoint_tensors(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters under the names that checkpoints (and vLLM's loaders) use: stacked experts become one per
     expert.
 
-    `experts.gate_up_proj` [E, 2I, H] holds the I gate rows first, then the I up rows; `experts.down_proj` is
-    [E, H, I]. FSDP shards are gathered, so every rank must iterate in step.
+    transformers has `experts.gate_up_proj` [E, 2I, H], the I gate rows first, then the I up rows, and
+    `experts.down_proj` [E, H, I]; AutoModel has both transposed, as `gate_and_up_projs` and `down_projs`.
+    FSDP shards are gathered, so every rank must iterate in step.
     """
     for name, parameter in named_parameters:
-        tensor = gather(parameter)
-        if name.endswith("experts.gate_up_proj"):
-            for expert, gate_up in enumerate(tensor):
-                gate, up = gate_up.chunk(2)
-                prefix = name.removesuffix("gate_up_proj")
-                yield f"{prefix}{expert}.gate_proj.weight", gate
-                yield f"{prefix}{expert}.up_proj.weight", up
-        elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                yield f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", down
-        else:
+        name, tensor = clean(name), gather(parameter)
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith("experts") or last not in STACKED:
             yield name, tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            weight = weight.T if last.endswith("projs") else weight
+            for kind, part in zip(STACKED[last], weight.chunk(len(STACKED[last])), strict=True):
+                yield f"{prefix}.{expert}.{kind}.weight", part
 
 
 @dataclass
@@ -245,40 +253,51 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def choose_transport(gpus: list[str]) -> str:
-    """How buckets travel, from the GPU of the sender and of each receiver ("cpu" for none): "gloo" between
-    CPUs, "nccl" between GPUs, "ipc" (CUDA memory that both map) for one engine on the sender's GPU. Raises
-    RefitError for any other sharing."""
-    if "cpu" in gpus:
+def choose_transport(trainers: list[str], workers: list[str]) -> str:
+    """How buckets travel, from the GPU of each trainer rank and engine worker ("cpu" for none): "gloo"
+    between CPUs, "nccl" from trainer rank 0 to other GPUs, "ipc" (CUDA memory that both map) from the trainer
+    rank on a worker's own GPU. Raises RefitError for any other sharing."""
+    sender_and_workers = [trainers[0], *workers]
+    if "cpu" in sender_and_workers:
         return "gloo"
-    if len(set(gpus)) == len(gpus):
+    if len(set(sender_and_workers)) == len(sender_and_workers):
         return "nccl"
-    if len(set(gpus)) == 1 and len(gpus) == 2:
+    if set(workers) <= set(trainers) and len(set(workers)) == len(workers):
         return "ipc"
-    raise RefitError("either one engine shares the trainer's GPU, or each worker has a GPU of its own")
+    raise RefitError("either one engine worker shares the GPU of a trainer, or each has a GPU of its own")
 
 
 class Wire:
-    """The way from trainer rank 0, which is rank 0 here, to every engine worker. Apart from all other groups.
+    """The way from the trainer's ranks, the first ones here, to every engine worker. Apart from all other
+    groups. Rank 0 sends; where memory is shared, every trainer rank packs for the worker beside it.
 
     Every wait ends at `timeout_s` with RefitError or RuntimeError, also when a peer is gone.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float):
+    def __init__(
+        self, store: dist.Store, rank: int, num_trainers: int, num_workers: int, device: torch.device,
+        timeout_s: float,
+    ):  # fmt: skip
         self.rank, self.device, self.timeout_s = rank, device, timeout_s
-        store, self.buffers = dist.PrefixStore("refit", store), []
+        self.store, self.buffers = dist.PrefixStore("refit", store), []
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
-        store.set(f"gpu/{rank}", gpu)  # waits for the others as long as the store does: a start-up
-        self.transport = choose_transport([store.get(f"gpu/{r}").decode() for r in range(world_size)])
-        timeout = timedelta(seconds=timeout_s)
-        self.control = self.data = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        self.store.set(f"gpu/{rank}", gpu)  # waits for the others as long as the store does: a start-up
+        gpus = [self.store.get(f"gpu/{r}").decode() for r in range(num_trainers + num_workers)]
+        self.transport = choose_transport(gpus[:num_trainers], gpus[num_trainers:])
+        self.sender = gpus.index(gpu) if self.transport == "ipc" else 0  # the trainer rank that packs for us
+        members = [r for r in range(len(gpus)) if r == 0 or r >= num_trainers or self.transport == "ipc"]
+        self.member = rank in members
+        if not self.member:
+            return
+        place, timeout = (members.index(rank), len(members)), timedelta(seconds=timeout_s)
+        self.control = self.data = dist.ProcessGroupGloo(self.store, *place, timeout)
         if self.transport == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = 2 * timeout  # `finish` comes first: NCCL's own watchdog ends the process
-            self.data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
+            self.data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self.store), *place, options)
 
     def send_object(self, value: dict) -> None:
-        """A small dict as JSON."""
+        """A small dict as JSON, from rank 0 to everybody."""
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         broadcast(self.control, torch.tensor([len(payload)])).wait()
         broadcast(self.control, payload).wait()
@@ -290,20 +309,20 @@ class Wire:
         broadcast(self.control, payload).wait()
         return json.loads(bytes(payload.numpy()))
 
-    def allocate(self, sizes: list[int]) -> list:
-        """The sender's two buffers. Returns what a receiver on the same GPU needs to map them."""
+    def allocate(self, sizes: list[int]) -> None:
+        """A sender's two buffers, and what a receiver on the same GPU needs to map them."""
         count = min(2, len(sizes))
         self.buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=self.device) for _ in range(count)]
-        if self.transport != "ipc":
-            return []
-        handles = [buffer.untyped_storage()._share_cuda_() for buffer in self.buffers]
-        return [[part.hex() if isinstance(part, bytes) else part for part in handle] for handle in handles]
+        if self.transport == "ipc":
+            handles = [buffer.untyped_storage()._share_cuda_() for buffer in self.buffers]
+            plain = [[p.hex() if isinstance(p, bytes) else p for p in handle] for handle in handles]
+            self.store.set(f"handles/{self.rank}", json.dumps(plain))
 
-    def map(self, sizes: list[int], handles: list) -> None:
+    def map(self, sizes: list[int]) -> None:
         """The receiver's buffers: its own two, or those of the sender."""
         if self.transport != "ipc":
-            self.allocate(sizes)
-        for _, *handle in handles:
+            return self.allocate(sizes)
+        for _, *handle in json.loads(self.store.get(f"handles/{self.sender}")):
             parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]
             storage = torch.UntypedStorage._new_shared_cuda(self.device.index or 0, *parts)
             mapped = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -368,20 +387,21 @@ def broadcast(group, tensor: torch.Tensor) -> dist.Work:
 
 
 class WeightSender:
-    """The trainer's side, one on every trainer rank; only rank 0 touches the wire.
+    """The trainer's side, one on every trainer rank.
 
     `dtype` is what the engine holds; the fp32 masters are cast to it before they are hashed and sent.
     """
 
     def __init__(self, model: torch.nn.Module, rank: int, dtype: str, timeout_s: float):
         self.model, self.rank, self.timeout_s = model, rank, timeout_s
-        self.dtype, self.wire, self.sizes = getattr(torch, dtype), None, []
+        self.dtype, self.wire, self.entries, self.sizes = getattr(torch, dtype), None, [], []
         self.slots: dict[int, tuple] = {}  # views of the tensors and of the gaps between them, by bucket
         self.last: list[int] = []  # the checksums of the payload before
 
-    def join(self, store: dist.Store, world_size: int) -> None:
-        """Waits for the `world_size - 1` engine workers. Rank 0 only."""
-        self.wire = Wire(store, 0, world_size, next(self.model.parameters()).device, self.timeout_s)
+    def join(self, store: dist.Store, num_trainers: int, num_workers: int) -> None:
+        """Waits for the other ranks and the engine workers."""
+        device = next(self.model.parameters()).device
+        self.wire = Wire(store, self.rank, num_trainers, num_workers, device, self.timeout_s)
 
     @torch.no_grad()
     def send(self, version: int) -> dict:
@@ -390,23 +410,27 @@ class WeightSender:
         Every rank must call it: gathering the shards is a collective.
         """
         first = not self.last
-        if self.rank == 0:
-            header = {"version": version}
-            if first:
-                named = self.model.named_parameters()
-                shapes = [(name, torch.empty(p.shape, dtype=self.dtype, device="meta")) for name, p in named]
-                bucket_bytes = BUCKET_BYTES[self.wire.transport]
-                self.entries, self.sizes = lay_out(checkpoint_tensors(shapes), bucket_bytes)
-                header |= {"entries": [vars(entry) for entry in self.entries], "sizes": self.sizes}
-                header["handles"] = self.wire.allocate(self.sizes)
-            self.wire.send_object(header)
+        if first and self.wire.member:
+            named = self.model.named_parameters()
+            shapes = [(name, torch.empty(p.shape, dtype=self.dtype, device="meta")) for name, p in named]
+            bucket_bytes = BUCKET_BYTES[self.wire.transport]
+            self.entries, self.sizes = lay_out(checkpoint_tensors(shapes), bucket_bytes)
+            self.wire.allocate(self.sizes)
+        layout = {"entries": [vars(entry) for entry in self.entries], "sizes": self.sizes} if first else {}
+        self._announce({"version": version} | layout)
         for _ in range(1 + first):  # twice at the gate: to learn the way in, and to try it
             hashes = self._send_buckets()
         changed, self.last = hashes != self.last, hashes
         return {"version": version, "bytes": sum(self.sizes), "changed": changed}
 
+    def _announce(self, value: dict) -> None:
+        if self.rank == 0:
+            self.wire.send_object(value)
+        elif self.wire.member:
+            self.wire.receive_object()
+
     def _send_buckets(self) -> list[int]:
-        """One pass over all weights. Returns the checksums of the buckets, on rank 0."""
+        """One pass over all weights. Returns the checksums of the buckets."""
         gathered, hashes = checkpoint_tensors(self.model.named_parameters()), []
 
         def pack(index: int, bucket: torch.Tensor) -> None:
@@ -420,12 +444,12 @@ class WeightSender:
                 torch._foreach_zero_(gaps)  # they are hashed too
             hashes.append(hash_words(bucket.view(torch.int32)))
 
-        if self.rank != 0:
+        if not self.wire.member:
             return [0 for _ in gathered]
         self.wire.send(self.sizes, pack)
         self.wire.finish()  # before anything waits for the GPU without a deadline
         checksums = torch.stack(hashes).tolist()
-        self.wire.send_object({"checksums": checksums})
+        self._announce({"checksums": checksums})
         return checksums
 
 

@@ -41,8 +41,9 @@ vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm = keep_linear_pla
 class InitInfo(base.WeightTransferInitInfo):
     host: str
     port: int
-    first_rank: int  # of this engine's workers in the transfer group
-    world_size: int
+    num_trainers: int
+    num_workers: int  # of all engines
+    first_worker: int  # of this engine
     start_timeout_s: float  # until all have come
     timeout_s: float  # of a transfer
 
@@ -58,8 +59,9 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, info: InitInfo) -> None:
         store = refit.connect_store(info.host, info.port, info.start_timeout_s)
-        rank, self.device = info.first_rank + self.parallel_config.rank, torch.device(self.device)
-        self.wire = refit.Wire(store, rank, info.world_size, self.device, info.timeout_s)
+        rank = info.num_trainers + info.first_worker + self.parallel_config.rank
+        self.device, sizes = torch.device(self.device), (info.num_trainers, info.num_workers)
+        self.wire = refit.Wire(store, rank, *sizes, self.device, info.timeout_s)
         self.mode: str | None = None  # "plan" or "reload", decided by the gate
         self.plan: dict[str, list[Copy]] = {}
         self.places: dict[int, tuple] = {}  # the plan as lists of views, by bucket
@@ -83,7 +85,7 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.mode is None:
             self.members = refit.by_bucket([Entry(**entry) for entry in header["entries"]])
             self.sizes = header["sizes"]
-            self.wire.map(self.sizes, header["handles"])
+            self.wire.map(self.sizes)
             self._gate()
         else:
             self._receive(self._place if self.mode == "plan" else self._reload)

@@ -134,7 +134,7 @@ class Engine:
     # Weights: the algorithm's file calls these in order.
 
     async def connect(
-        self, host: str, port: int, index: int, start_timeout_s: float, timeout_s: float
+        self, host: str, port: int, index: int, num_trainers: int, start_timeout_s: float, timeout_s: float
     ) -> None:
         """Engine `index` meets the trainer and the other engines at the store there. `timeout_s` is that of a
         transfer."""
@@ -142,7 +142,8 @@ class Engine:
 
         workers = self.flags.engine_tp
         info = {"host": host, "port": port, "start_timeout_s": start_timeout_s, "timeout_s": timeout_s}
-        info |= {"first_rank": 1 + index * workers, "world_size": 1 + self.flags.num_engines * workers}
+        info |= {"num_trainers": num_trainers, "num_workers": self.flags.num_engines * workers}
+        info |= {"first_worker": index * workers}
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def pause(self) -> None:

@@ -184,6 +184,9 @@ def observe(text: str | None, reward: float = 0.0) -> Step:
 class TableLM(torch.nn.Module):
     """A bigram LM: the logits after token i are row i of `table` [V, V], its only parameter."""
 
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    mesh = SimpleNamespace(device_mesh=None, moe_mesh=None)
+
     def __init__(self, table_VV: torch.Tensor, extra_positions: int = 0):
         super().__init__()
         self.extra_positions = extra_positions

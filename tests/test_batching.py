@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from algos.grpo import Args, make_minibatches
 from common.batching import collate, micro_batches
+from common.parallel import ParallelFlags
 
 
 def row(name: int, length: int, masked: bool = False) -> dict:
@@ -13,6 +14,10 @@ def row(name: int, length: int, masked: bool = False) -> dict:
     mask = np.ones(length, bool) & (np.arange(length) > 0) & (not masked)
     return {"token_ids": np.full(length, name, np.int32), "action_mask": mask,
             "logprobs": np.full(length, -name, np.float32), "advantage": float(name)}  # fmt: skip
+
+
+def flags_for(num_ranks: int, max_tokens: int, **more) -> ParallelFlags:
+    return ParallelFlags(num_trainers=num_ranks, micro_batch_tokens=max_tokens, **more)
 
 
 def lengths_of(batch: dict) -> list[int]:
@@ -26,17 +31,19 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 @given(lengths=LENGTHS, num_ranks=st.integers(1, 5), max_tokens=st.integers(1, 200))
 def test_micro_batches_cut_the_rows_exactly(lengths, num_ranks, max_tokens):
     rows = [row(name, length) for name, length in enumerate(lengths, 1)]
-    ranks = micro_batches(rows, num_ranks, max_tokens)
+    ranks = micro_batches(rows, flags_for(num_ranks, max_tokens))
     assert len(ranks) == num_ranks
     assert len({len(rank) for rank in ranks}) == 1 and ranks[0], "each micro-batch is a collective"
     seen = {}
     for batch in (batch for rank in ranks for batch in rank):
         size, width = batch["token_ids"].shape
         assert {key: value.shape for key, value in batch.items()} == {
-            **dict.fromkeys(("token_ids", "action_mask", "logprobs"), (size, width)), "advantage": (size,),
+            **dict.fromkeys(("token_ids", "action_mask", "logprobs"), (size, width)),
+            **dict.fromkeys(("advantage", "lengths"), (size,)),
         }  # fmt: skip
         assert size * width <= max_tokens or size == 1
         assert width == max(lengths_of(batch)), "no wider than its longest row"
+        assert batch["lengths"].tolist() == lengths_of(batch)
         for index, length in enumerate(lengths_of(batch)):
             ids, mask = batch["token_ids"][index], batch["action_mask"][index]
             name = int(batch["advantage"][index])
@@ -48,37 +55,66 @@ def test_micro_batches_cut_the_rows_exactly(lengths, num_ranks, max_tokens):
     assert seen == {name: length - 1 for name, length in enumerate(lengths, 1)}, "each action token once"
 
 
+@settings(max_examples=200, deadline=None)
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 5), max_tokens=st.integers(1, 200), tp=st.integers(1, 3))
+def test_packed_micro_batches_hold_each_row_once_and_are_bounded_by_real_tokens(
+    lengths, num_ranks, max_tokens, tp
+):
+    rows = [row(name, length) for name, length in enumerate(lengths, 1)]
+    flags = flags_for(num_ranks * tp, max_tokens, trainer_tp=tp, packing=True)
+    shares = micro_batches(rows, flags)
+    assert len(shares) == num_ranks * tp and len({len(share) for share in shares}) == 1
+    for rank, share in enumerate(shares):
+        for batch, of_first in zip(share, shares[rank - rank % tp], strict=True):
+            assert (batch["token_ids"] == of_first["token_ids"]).all(), "ranks of one model train the same"
+    batches = [batch for share in shares[::tp] for batch in share]
+    assert all(batch["lengths"].sum() <= max_tokens or len(batch["lengths"]) == 1 for batch in batches)
+    assert {int(name) for batch in batches for name in batch["advantage"]} == set(range(1, len(lengths) + 1))
+    trained = sorted(int(n) for b in batches for n, m in zip(b["advantage"], b["action_mask"]) if m.any())
+    assert trained == [name for name, length in enumerate(lengths, 1) if length > 1], "each action token once"
+
+
+def test_packed_ranks_have_about_as_much_to_do():
+    # lognormal lengths, CV 1: 256 rows on 4 ranks
+    lengths = np.random.default_rng(0).lognormal(5.5, 0.83, 256).astype(int) + 2
+    shares = micro_batches([row(1, length) for length in lengths], flags_for(4, 8192, packing=True))
+    tokens = [[int(batch["lengths"].sum()) for batch in share] for share in shares]
+    assert len({len(each) for each in tokens}) == 1 and sum(map(sum, tokens)) == sum(lengths)
+    for at_once in zip(*tokens):  # what the ranks do side by side
+        assert max(at_once) <= 1.05 * min(at_once)
+
+
 def test_a_rank_without_work_takes_part_with_an_empty_mask():
-    ranks = micro_batches([row(1, 5)], 3, 100)
+    ranks = micro_batches([row(1, 5)], flags_for(3, 100))
     assert [len(rank) for rank in ranks] == [1, 1, 1]
     assert sorted(int(rank[0]["action_mask"].sum()) for rank in ranks) == [0, 0, 4]
     assert all(rank[0]["token_ids"].shape == (1, 5) for rank in ranks), "its shapes are those of real work"
 
 
 def test_a_row_longer_than_the_bound_is_a_batch_of_its_own():
-    ranks = micro_batches([row(1, 50), row(2, 3), row(3, 4)], 1, 10)
+    ranks = micro_batches([row(1, 50), row(2, 3), row(3, 4)], flags_for(1, 10))
     assert [batch["token_ids"].shape for batch in ranks[0]] == [(1, 50), (2, 4)]
 
 
 def test_few_rows_are_spread_over_all_ranks_before_any_gets_a_filler():
-    ranks = micro_batches([row(name, 5) for name in range(1, 5)], 4, 1000)
+    ranks = micro_batches([row(name, 5) for name in range(1, 5)], flags_for(4, 1000))
     assert [lengths_of(rank[0]) for rank in ranks] == [[5]] * 4
 
 
 def test_work_is_balanced_by_tokens():
     # four batches of 40, 30, 20 and 10 tokens on two ranks: 40 + 10 and 30 + 20
-    ranks = micro_batches([row(1, 40), row(2, 30), row(3, 20), row(4, 10)], 2, 10)
+    ranks = micro_batches([row(1, 40), row(2, 30), row(3, 20), row(4, 10)], flags_for(2, 10))
     assert sorted(sum(batch["token_ids"].size for batch in rank) for rank in ranks) == [50, 50]
 
 
 def test_a_mask_that_is_empty_for_all_rows_is_kept_so():
-    ranks = micro_batches([row(1, 5, masked=True), row(2, 3, masked=True)], 2, 5)
+    ranks = micro_batches([row(1, 5, masked=True), row(2, 3, masked=True)], flags_for(2, 5))
     assert not any(batch["action_mask"].any() for rank in ranks for batch in rank)
 
 
 def test_the_rows_themselves_are_left_alone():
     rows = [row(1, 5), row(2, 3)]
-    micro_batches(rows, 3, 100)
+    micro_batches(rows, flags_for(3, 100))
     assert [int(r["action_mask"].sum()) for r in rows] == [4, 2]
     assert [r["advantage"] for r in rows] == [1.0, 2.0]
 

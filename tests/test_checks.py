@@ -52,7 +52,7 @@ REFUSALS = [
         lambda: checks.check_gpu_split(3, 1, 2, gpus=4),
         ["--num-engines 3", "--num-trainers 2", "need 5 GPUs, there are 4", "lower --num-engines"],
     ),
-    (lambda: checks.check_gpu_split(1, 1, 2, gpus=2), ["need 3 GPUs, there are 2"]),
+    (lambda: checks.check_gpu_split(1, 1, 2, gpus=2), ["need 3 GPUs, there are 2", "2 of each"]),
     (lambda: checks.check_gpu_split(2, 1, 1, gpus=1), ["--num-engines 2", "need 3 GPUs, there are 1"]),
     (lambda: checks.check_gpu_split(1, 2, 1, gpus=1), ["--engine-tp 2", "need 3 GPUs, there are 1"]),
     (
@@ -91,6 +91,8 @@ def test_what_works_passes(tmp_path):
     checks.check_gpu_split(2, 1, 2, gpus=4)
     checks.check_gpu_split(1, 2, 2, gpus=4)
     checks.check_gpu_split(1, 1, 1, gpus=1)  # both share it
+    checks.check_gpu_split(2, 1, 2, gpus=2)
+    checks.check_gpu_split(1, 2, 2, gpus=2)
     checks.check_gpu_split(64, 1, 64, gpus=0)
     checks.check_context(256, 256, 512)
 

@@ -18,7 +18,7 @@ MASK = [0, 0, 1, 1, 1]
 def row_logprobs(model, ids=IDS, temperature=1.0):
     """The trainer's log-probs of ids[1:], [1, S]."""
     trainer = Trainer(Args(temperature=temperature), "", 0, False)
-    batch = {"token_ids": torch.tensor([ids], dtype=torch.int32)}
+    batch = {"token_ids": torch.tensor([ids], dtype=torch.int32), "lengths": torch.tensor([len(ids)])}
     return trainer.logprobs(batch, model, LogprobHead(model))[0]
 
 
@@ -89,6 +89,8 @@ def test_the_entropy_is_that_of_the_distribution_at_each_position():
 class TiedLM(torch.nn.Module):
     """An embedding, one layer, and a head that shares the embedding's weight."""
 
+    config = SimpleNamespace(_attn_implementation="sdpa")
+
     def __init__(self, bias: bool):
         super().__init__()
         torch.manual_seed(0)
@@ -107,7 +109,7 @@ class TiedLM(torch.nn.Module):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens_per_chunk", [1, 3, 7, 14, 1000])
 def test_chunks_give_the_values_and_gradients_of_dense_logits(bias, tokens_per_chunk, monkeypatch):
-    monkeypatch.setattr(common.logprobs, "CHUNK_BYTES", 4 * 11 * tokens_per_chunk)
+    monkeypatch.setitem(common.logprobs.CHUNK_BYTES, "cpu", 8 * 11 * tokens_per_chunk)
     torch.manual_seed(1)
     ids, targets = torch.randint(11, (2, 7)), torch.randint(11, (2, 7))
     mix = torch.randn(2, 2, 7, dtype=torch.float64)
@@ -129,7 +131,7 @@ def test_chunks_give_the_values_and_gradients_of_dense_logits(bias, tokens_per_c
 
 
 def test_no_gradient_is_kept_where_none_is_wanted(monkeypatch):
-    monkeypatch.setattr(common.logprobs, "CHUNK_BYTES", 4 * 11 * 2)
+    monkeypatch.setitem(common.logprobs.CHUNK_BYTES, "cpu", 8 * 11 * 2)
     model, ids = TiedLM(False), torch.randint(11, (2, 7))
     with torch.no_grad():
         logprobs, _ = LogprobHead(model)(model, ids, ids, 1.0)

@@ -22,6 +22,7 @@ from algos.grpo import (
     policy_loss,
 )
 from common.batching import collate, micro_batches
+from common.parallel import ParallelFlags
 from common.logger import mean_of, merge
 from common.logprobs import LogprobHead
 from common.metrics import rollout_metrics
@@ -583,5 +584,5 @@ def test_every_segment_of_a_rollout_carries_its_advantage():
     assert [row["token_ids"].tolist() for row in rows[0]] == [[1, 2, 3], [4, 5]]
     assert [row["token_ids"].tolist() for (row,) in rows[1:]] == [[6, 1], [6, 3], [7, 0], [7, 1]]
     assert sum(int(row["action_mask"].sum()) for row in rows[0]) == 3
-    (batches_of_rank,) = micro_batches(rows[0], 1, 100)
+    (batches_of_rank,) = micro_batches(rows[0], ParallelFlags(micro_batch_tokens=100))
     assert batches_of_rank[0]["advantage"].tolist() == pytest.approx([1.1547005, 1.1547005])

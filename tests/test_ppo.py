@@ -572,7 +572,7 @@ def test_beside_a_sharded_backbone_in_bf16_the_head_is_sharded_and_computes_in_f
     got = values(critic, IDS)
     assert got.dtype == torch.float32 and got.tolist() == [[fine] * 5] * 2
     got.sum().backward()
-    norm = clip_gradients(critic, 1e9)
+    norm = clip_gradients(critic, 1e9, ParallelFlags())
     expected = torch.cat([hidden.sum((0, 1)), tensor([10.0])]).norm().item()  # of weight and bias
     assert norm == pytest.approx(expected, rel=0.02)  # the backbone is in bf16
     assert head.weight.grad.dtype == torch.float32

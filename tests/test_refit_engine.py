@@ -31,8 +31,9 @@ class Link:
 
     async def join(self, path: str) -> None:
         self.engine = await start_engine(path, self.workers, **self.flags)
-        connecting = self.engine.connect("127.0.0.1", self.store.port, 0, 60, self.timeout_s)
-        await asyncio.gather(asyncio.to_thread(self.sender.join, self.store, 1 + self.workers), connecting)
+        connecting = self.engine.connect("127.0.0.1", self.store.port, 0, 1, 60, self.timeout_s)
+        joining = asyncio.to_thread(self.sender.join, self.store, 1, self.workers)
+        await asyncio.gather(joining, connecting)
 
     async def refit(self, version: int) -> dict:
         await self.engine.pause()

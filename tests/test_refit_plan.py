@@ -360,7 +360,7 @@ class Receiver:
         if "entries" in header:  # the gate: two passes
             self.members = by_bucket([Entry(**entry) for entry in header["entries"]])
             self.sizes = header["sizes"]
-            self.wire.map(self.sizes, header["handles"])
+            self.wire.map(self.sizes)
         for _ in range(2 if "entries" in header else 1):
             tensors, hashes = {}, []
             for index, bucket in self.wire.receive(self.sizes):
@@ -373,12 +373,12 @@ class Receiver:
 
 def transfers(model, dtype, between, num_engines: int = 2):
     """Sends once before and once after each function of `between`: the reports, and what the engines got."""
-    store, world = open_store("127.0.0.1", 20), 1 + num_engines
+    store = open_store("127.0.0.1", 20)
     got: list[list] = [[] for _ in range(num_engines)]
 
     def engine(index: int) -> None:
         engine_store = connect_store("127.0.0.1", store.port, 20)
-        receiver = Receiver(Wire(engine_store, 1 + index, world, torch.device("cpu"), 20))
+        receiver = Receiver(Wire(engine_store, 1 + index, 1, num_engines, torch.device("cpu"), 20))
         for _ in range(len(between) + 1):
             receiver.refit()
         got[index] += receiver.passes
@@ -387,7 +387,7 @@ def transfers(model, dtype, between, num_engines: int = 2):
     for thread in threads:
         thread.start()
     sender = WeightSender(model, 0, str(dtype).removeprefix("torch."), 20)
-    sender.join(store, world)
+    sender.join(store, 1, num_engines)
     reports = [sender.send(0)]
     for version, change in enumerate(between, 1):
         change()
@@ -438,7 +438,7 @@ def test_the_payload_changes_with_a_step_and_only_with_a_step(monkeypatch):
 class QuietWire:
     """A wire without a peer, which breaks if it is told to: after the header, before the weights."""
 
-    transport = "gloo"
+    transport, member = "gloo", True
 
     def __init__(self, broken: bool = False):
         self.broken = broken
@@ -479,7 +479,7 @@ def two_wires(timeout_s: float) -> list[Wire]:
 
     def join(rank: int) -> None:
         end = connect_store("127.0.0.1", store.port, 20)
-        ends[rank] = Wire(end, rank, 2, torch.device("cpu"), timeout_s)
+        ends[rank] = Wire(end, rank, 1, 1, torch.device("cpu"), timeout_s)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -494,7 +494,7 @@ def test_a_peer_that_never_comes_or_stops_in_the_middle_is_an_error_within_the_d
     store = open_store("127.0.0.1", 2)
     start = time.monotonic()
     with pytest.raises(Exception, match="(?i)time"):
-        Wire(store, 0, 2, torch.device("cpu"), 2)
+        Wire(store, 0, 1, 1, torch.device("cpu"), 2)
     sizes = [64, 64, 64]
     with pytest.raises(RuntimeError):  # the engine takes nothing: the sender may not wait for ever
         sender, _ = two_wires(timeout_s=2)
@@ -508,20 +508,54 @@ def test_a_peer_that_never_comes_or_stops_in_the_middle_is_an_error_within_the_d
     assert time.monotonic() - start < 20
 
 
-def test_the_transport_follows_from_where_the_processes_are():
-    assert choose_transport(["cpu", "cpu"]) == choose_transport(["GPU-1", "cpu"]) == "gloo"
-    assert choose_transport(["GPU-1", "GPU-2", "GPU-3"]) == "nccl"
-    assert choose_transport(["GPU-1", "GPU-1"]) == "ipc"
-    for mixed in (["GPU-1", "GPU-1", "GPU-2"], ["GPU-1", "GPU-2", "GPU-2"], ["GPU-1", "GPU-1", "GPU-1"]):
-        with pytest.raises(RefitError, match="shares the trainer's GPU"):
-            choose_transport(mixed)
+@pytest.mark.parametrize("trainers, workers, transport", [
+    (["cpu"], ["cpu"], "gloo"),
+    (["GPU-1"], ["cpu"], "gloo"),
+    (["GPU-1"], [], "nccl"),
+    (["GPU-1"], ["GPU-2", "GPU-3"], "nccl"),
+    (["GPU-1", "GPU-2"], ["GPU-3"], "nccl"),
+    (["GPU-1"], ["GPU-1"], "ipc"),
+    (["GPU-1", "GPU-2"], ["GPU-1", "GPU-2"], "ipc"),
+    (["GPU-1", "GPU-2"], ["GPU-2", "GPU-1"], "ipc"),
+    (["GPU-1"], ["GPU-1", "GPU-2"], None),
+    (["GPU-1"], ["GPU-2", "GPU-2"], None),
+    (["GPU-1"], ["GPU-1", "GPU-1"], None),
+    (["GPU-1", "GPU-2"], ["GPU-1", "GPU-3"], None),
+])  # fmt: skip
+def test_the_transport_follows_from_where_the_processes_are(trainers, workers, transport):
+    if transport:
+        assert choose_transport(trainers, workers) == transport
+    else:
+        with pytest.raises(RefitError, match="shares the GPU of a trainer"):
+            choose_transport(trainers, workers)
 
 
-def test_other_ranks_than_the_first_send_nothing():
-    sender = WeightSender(ToyTrainer(), 1, "float32", 1)
-    for version in (0, 1):
-        sender.send(version)
-    assert sender.wire is None, "only rank 0 has one"
+def test_between_processes_that_share_no_memory_only_the_first_rank_sends(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store, passes, others = open_store("127.0.0.1", 20), [], []
+
+    def engine() -> None:
+        end = connect_store("127.0.0.1", store.port, 20)
+        receiver = Receiver(Wire(end, 2, 2, 1, torch.device("cpu"), 20))
+        receiver.refit()
+        passes.extend(receiver.passes)
+
+    def second_rank() -> None:
+        sender = WeightSender(ToyTrainer(), 1, "float32", 20)
+        sender.join(connect_store("127.0.0.1", store.port, 20), 2, 1)
+        others.append((sender.send(0), sender.wire.member))
+
+    threads = [threading.Thread(target=each) for each in (engine, second_rank)]
+    for thread in threads:
+        thread.start()
+    first = WeightSender(ToyTrainer(), 0, "float32", 20)
+    first.join(store, 2, 1)
+    report = first.send(0)
+    for thread in threads:
+        thread.join(20)
+    ((other, member),) = others
+    assert not member and other["bytes"] == 0 < report["bytes"]
+    assert all(torch.equal(passes[0][2][name], tensor) for name, tensor in sent())
 
 
 # --- The order of a refit in an engine

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -242,7 +243,7 @@ def test_an_error_about_memory_says_which_flag_to_lower(tmp_path):
     with cluster.session():
         cluster.start(1, str(tmp_path))
         run = cluster.Run(60)
-        (trainer,) = run.spawn("trainer", Trainer, [()])
+        (trainer,) = run.spawn("trainer", Trainer, [()], [{}])
         with pytest.raises(cluster.RunError, match="step 3.*out of memory.*lower --micro-batch-tokens"):
             run.get(trainer.train_step.remote(), "training step 3")
 
@@ -260,7 +261,10 @@ def test_a_dead_process_is_named_though_the_error_of_its_peer_comes_first(tmp_pa
     with cluster.session():
         cluster.start(2, str(tmp_path))
         run = cluster.Run(60)
-        (engine,), (trainer,) = run.spawn("engine", Engine, [()]), run.spawn("trainer", Trainer, [()])
+        (engine,), (trainer,) = (
+            run.spawn("engine", Engine, [()], [{}]),
+            run.spawn("trainer", Trainer, [()], [{}]),
+        )
         run.get(run.ask([engine, trainer], "__ray_ready__"), "start")
         run.tasks[engine.die.remote()] = "engine"
         with pytest.raises(cluster.RunError, match="^engine died"):
@@ -302,3 +306,25 @@ def test_late_tokens_are_counted_and_then_kept_masked_or_dropped(late, trained, 
     assert row["staleness/max"] == 3 and row["staleness/late_token_frac"] == 1 / 3
     assert row["staleness/hist"] == [1, 0, 1, 1] and row["rollout/len_mean"] == 3
     assert row.get("rollout/dropped/late", 0) == (late == "drop")
+
+
+@pytest.mark.parametrize(
+    "gpus, split, share, engines, trainers",
+    [
+        (0, (2, 1, 1), 0.0, [{"num_gpus": 0.0}] * 2, [{"num_gpus": 0.0}]),
+        (1, (1, 1, 1), 0.5, [{"num_gpus": 0.5}], [{"num_gpus": 0.5}]),
+        (8, (2, 2, 4), 1.0, [{"num_gpus": 2.0}] * 2, [{"num_gpus": 1.0}] * 4),
+        (2, (2, 1, 2), 0.5, ["0", "1"], ["0", "1"]),
+        (2, (1, 2, 2), 0.5, ["0,1"], ["0", "1"]),
+    ],
+)
+def test_processes_get_gpus_of_their_own_or_share_each_one_in_pairs(
+    monkeypatch, gpus, split, share, engines, trainers
+):
+    def visible(names: list) -> list:
+        of = [n if isinstance(n, dict) else {"env_vars": {"CUDA_VISIBLE_DEVICES": n}} for n in names]
+        return [each if "num_gpus" in each else {"runtime_env": each} for each in of]
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": float(gpus)})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert cluster.split_gpus(*split) == (share, visible(engines), visible(trainers))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 import algos.score_centering
 from algos import grpo
@@ -23,9 +24,11 @@ from algos.score_centering import (
     make_rows,
     truncated_ratio,
 )
+from common.attention import PACKED
 from common.checks import FlagError
 from common.cluster import RunError
 from common.logger import mean_of, merge
+from common.models import make_tiny
 from common.sample import Rollout, Segment
 from tests.fakes import TableLM
 
@@ -152,16 +155,31 @@ def test_the_head_gives_the_logprobs_of_all_that_is_asked_for_in_chunks_and_with
         monkeypatch.setattr(algos.score_centering, "CHUNK_BYTES", chunk_bytes)
         model.zero_grad()
         head = TopLogprobHead(copied := copy.deepcopy(model))
-        head.top_ids_BSK = top
-        logprobs, entropy, *others = head(copied, ids[:, :-1], ids[:, 1:], 0.7)
+        logprobs, entropy, *others = head(copied, ids[:, :-1], ids[:, 1:], 0.7, None, top)
         torch.testing.assert_close(logprobs, expected.gather(-1, ids[:, 1:, None])[..., 0])
         torch.testing.assert_close(torch.stack(others, -1), expected.gather(-1, top))
         torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
         sum(others).sum().backward()
         expected.gather(-1, top).sum().backward(retain_graph=True)
         torch.testing.assert_close(copied.lm_head.weight.grad, model.lm_head.weight.grad)
-        head.top_ids_BSK = None
         assert len(head(copied, ids[:, :-1], ids[:, 1:], 0.7)) == 2
+
+
+def test_packed_rows_have_the_same_logprobs_and_gradients(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path / "model"), dtype=torch.float32)
+    ids, top = torch.randint(5, 90, (3, 10)), torch.randint(5, 90, (3, 9, 4))
+    lengths, results = torch.tensor([9, 4, 7]), []
+    kept = torch.arange(9) < lengths[:, None]
+    for attention in ("sdpa", PACKED):
+        model.config._attn_implementation = attention
+        model.zero_grad()
+        head = TopLogprobHead(model)
+        values = torch.stack(head(model, ids[:, :-1], ids[:, 1:], 1.0, lengths, top), -1)
+        (values * kept[..., None]).sum().backward()
+        results.append((values[kept], *(parameter.grad.clone() for parameter in model.parameters())))
+        head.head.forward = head.plain_forward
+    for plain, packed in zip(*results, strict=True):
+        torch.testing.assert_close(packed, plain, rtol=1e-4, atol=1e-4)
 
 
 # --- The trainer's step on a toy language model
@@ -214,6 +232,7 @@ def step_oracle(rollouts, advantages, table, correction, cap):
 def test_a_step_has_the_gradient_of_the_formula_however_it_is_cut(correction, ranks, micro_batch_tokens):
     rollouts, args = toy_rollouts(np.random.default_rng(0), 8), Args(max_grad_norm=1e9, correction=correction)
     args.correction_cap, args.parallel.num_trainers = 1.5, ranks
+    args.parallel.packing = False
     args.parallel.micro_batch_tokens = micro_batch_tokens
     rows, advantages = make_rows(rollouts, args)
     torch.manual_seed(0)
@@ -242,6 +261,9 @@ def test_rollouts_without_the_top_and_a_run_that_would_not_record_it_are_refused
     args = Args()
     args.log.output_dir, args.engine.record_top_k = str(tmp_path / "run"), 0
     with pytest.raises(FlagError, match="--record-top-k 0: .*use --record-top-k 20"):
+        check_flags(args)
+    args.engine.record_top_k, args.parallel.num_trainers, args.parallel.trainer_tp = 20, 2, 2
+    with pytest.raises(FlagError, match="--trainer-tp 2: .*use 1"):
         check_flags(args)
 
 

@@ -92,8 +92,10 @@ class Bench:
         args.seed, args.minibatches = seed, minibatches
         Path(os.environ["INSTAR_SLOW_TOOL"]).write_text(json.dumps({"kind": kind, "mean_s": mean_s}))
         plan = (args.prompts_per_step, bound, order, self.version)
-        (run.queue,) = run.spawn("queue", SampleQueue, [plan], max_concurrency=10_000)
-        self.queues.append(run.queue)  # one that goes out of scope would count as dead
+        (run.queue,) = run.spawn("queue", SampleQueue, [plan], [{"max_concurrency": 10_000}])
+        self.queues.append(run.queue)  # the last one may still be watched
+        if len(self.queues) > 2:
+            ray.kill(self.queues.pop(0))
         restarts = run.ask(run.workers, "restart", seed)
         run.get(restarts + run.ask(run.trainers, "restart", self.weights, correction), "restart")
         grpo.refit(run, self.version, 60)

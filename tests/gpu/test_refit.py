@@ -1,6 +1,6 @@
-"""The refit's GPU parts: the hash kernel, buckets in memory that two processes map, deadlines.
+"""The refit's GPU parts: the hash kernel, buckets in memory that two processes map or over NCCL, deadlines.
 
-python -m pytest -q tests/gpu        one GPU
+python -m pytest -q tests/gpu        one GPU; what needs two is left out there
 """
 
 import multiprocessing
@@ -30,10 +30,11 @@ def content(index: int, size: int, device: str) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device)
 
 
-def receiver(port: int, results, stop_after: int) -> None:
-    """Another process on the same GPU. Takes `stop_after` buckets, then waits without a word."""
-    wire = Wire(connect_store("127.0.0.1", port, 60), 1, 2, torch.device("cuda", 0), 5)
-    wire.map(SIZES, wire.receive_object()["handles"])
+def receiver(port: int, gpu: int, results, stop_after: int) -> None:
+    """Another process. Takes `stop_after` buckets, then waits without a word."""
+    torch.cuda.set_device(gpu)
+    wire = Wire(connect_store("127.0.0.1", port, 60), 1, 1, 1, torch.device("cuda", gpu), 5)
+    wire.map(SIZES)
     right = []
     for index, bucket in wire.receive(SIZES):
         right.append(torch.equal(bucket, content(index, SIZES[index], "cuda")))
@@ -47,13 +48,21 @@ def receiver(port: int, results, stop_after: int) -> None:
     results.get()  # the memory is the sender's: stay until it is done
 
 
-def start(stop_after: int):
+@pytest.fixture(params=["ipc", "nccl"])
+def transport(request) -> str:
+    if request.param == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return request.param
+
+
+def start(transport: str, stop_after: int):
     store, spawn = open_store("127.0.0.1", 60), multiprocessing.get_context("spawn")
     results = spawn.Queue()
-    process = spawn.Process(target=receiver, args=(store.port, results, stop_after), daemon=True)
+    arguments = (store.port, int(transport == "nccl"), results, stop_after)
+    process = spawn.Process(target=receiver, args=arguments, daemon=True)
     process.start()
-    wire = Wire(store, 0, 2, torch.device("cuda", 0), 5)
-    wire.send_object({"handles": wire.allocate(SIZES)})
+    wire = Wire(store, 0, 1, 1, torch.device("cuda", 0), 5)
+    wire.allocate(SIZES)
     return wire, process, results
 
 
@@ -63,20 +72,24 @@ def pack(index: int, bucket: torch.Tensor) -> None:
     bucket.copy_(filled)
 
 
-def test_buckets_arrive_through_shared_memory():
-    wire, process, results = start(stop_after=len(SIZES) + 1)
+def test_buckets_arrive(transport):
+    wire, process, results = start(transport, stop_after=len(SIZES) + 1)
     wire.send(SIZES, pack)
     wire.finish()
-    assert results.get(timeout=60) == ("ipc", [True] * len(SIZES))
+    assert results.get(timeout=60) == (transport, [True] * len(SIZES))
     results.put("done")
     process.join(30)
 
 
-def test_a_receiver_that_stops_ends_the_transfer_within_the_deadline():
-    wire, process, _ = start(stop_after=2)
+@pytest.mark.parametrize("fault", ["stops", "dies"])
+def test_a_receiver_that_fails_ends_the_transfer_within_the_deadline(transport, fault):
+    wire, process, results = start(transport, stop_after=2)
+    if fault == "dies":
+        threading.Thread(target=lambda: (results.get(timeout=60), process.kill())).start()
     begin = time.monotonic()
     with pytest.raises(RuntimeError):
         wire.send(SIZES, pack)
+        wire.finish()
     assert time.monotonic() - begin < 20
     process.kill()
     process.join(30)
@@ -87,7 +100,7 @@ def test_a_kernel_that_never_ends_is_an_error_at_the_deadline():
     wires = {}
 
     def join(rank: int, device: torch.device) -> None:
-        wires[rank] = Wire(connect_store("127.0.0.1", store.port, 60), rank, 2, device, 1)
+        wires[rank] = Wire(connect_store("127.0.0.1", store.port, 60), rank, 1, 1, device, 1)
 
     threads = [threading.Thread(target=join, args=(r, torch.device("cuda", 0))) for r in range(2)]
     for thread in threads:

@@ -1,0 +1,82 @@
+"""Rows laid end to end, without padding: each one attends to itself alone."""
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+PACKED = "instar_packed"  # the name under which transformers finds it: config._attn_implementation
+
+
+def packed_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
+    """Causal attention of documents: query [1, heads, N, D], key and value [1, kv heads, N, D], the documents'
+    ends in `cu_seq_lens_q`. Returns ([1, N, heads, D], None). Raises NotImplementedError for a model whose
+    attention needs more than that."""
+    extra = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if extra or (sliding_window and query.device.type == "cpu"):
+        what = ", ".join(extra) or "a sliding window on a CPU"
+        raise NotImplementedError(f"packing is not written for attention with {what}; use --no-packing")
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
+    ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    if query.device.type == "cuda":
+        from torch.nn.attention.varlen import varlen_attn
+
+        # before torch 2.13 it takes fewer heads of keys without being told
+        grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        window = (sliding_window - 1 if sliding_window else -1, 0)
+        sizes = (ends, ends, longest, longest)
+        return varlen_attn(query, key, value, *sizes, scale=scaling, window_size=window, **grouped)[
+            None
+        ], None
+    lengths = ends.diff().tolist()
+    documents = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)))
+    each = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        for q, k, v in documents
+    ]
+    return torch.cat(each, dim=1).transpose(0, 1)[None], None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)  # the documents' ends say it all
+
+
+@dataclass
+class Packed:
+    """A batch of rows as the model takes it, and the way back."""
+
+    inputs: dict
+    index: torch.Tensor | None  # of each token in the flattened rows; None where nothing was packed
+    shape: torch.Size
+
+    def select(self, values_BS: torch.Tensor) -> torch.Tensor:
+        """[B, S] to [1, N]."""
+        return values_BS if self.index is None else values_BS.flatten()[self.index][None]
+
+    def spread(self, values_1N: torch.Tensor) -> torch.Tensor:
+        """[1, N, ...] to [B, S, ...], 0 where there is padding."""
+        if self.index is None:
+            return values_1N
+        rows = values_1N.new_zeros(self.shape.numel(), *values_1N.shape[2:])
+        return rows.index_copy(0, self.index, values_1N[0]).unflatten(0, self.shape)
+
+
+def pack(model: torch.nn.Module, ids_BS: torch.Tensor, lengths_B: torch.Tensor | None) -> Packed:
+    """Rows of `ids_BS`, of which the first `lengths_B` tokens count (a CPU tensor; default: all), end to end
+    if the model was built to take them so."""
+    if model.config._attn_implementation != PACKED:
+        return Packed({"input_ids": ids_BS}, None, ids_BS.shape)
+    count, width = ids_BS.shape
+    lengths_B = torch.full((count,), width) if lengths_B is None else lengths_B
+    positions = torch.arange(width).expand(count, width)
+    kept_BS = positions < lengths_B[:, None]
+    index = kept_BS.flatten().nonzero().squeeze(-1)
+    ends = F.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
+    index, positions, ends = (x.to(ids_BS.device) for x in (index, positions[kept_BS][None], ends))
+    sizes = {"max_length_q": int(lengths_B.max()), "max_length_k": int(lengths_B.max())}
+    sizes |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    inputs = {"input_ids": ids_BS.flatten()[index][None], "position_ids": positions} | sizes
+    return Packed(inputs, index, ids_BS.shape)
