@@ -21,7 +21,9 @@ simulate, measures = queue_simulation.simulate, queue_simulation.measures
 
 def even(bound: int, order: str, group_s=1.0, train_s=1.0, in_flight=4, steps=50) -> dict:
     sizes = {"prompts_per_step": 4, "in_flight": in_flight, "steps": steps}
-    return measures(simulate(lambda k: group_s, train_s, bound=bound, order=order, **sizes), bound, 2)
+    return measures(
+        simulate(lambda k: group_s, lambda s: train_s, bound=bound, order=order, **sizes), bound, 2
+    )
 
 
 @pytest.mark.parametrize("order", ["arrival", "ticket"])
@@ -45,10 +47,10 @@ def test_a_straggler_holds_ticket_order_up_and_is_late_in_arrival_order():
     # group 0 takes 10 s, the others 1; bound 2, training takes 2 s
     group_s = lambda k: 10.0 if k == 0 else 1.0  # noqa: E731
     sizes = {"prompts_per_step": 2, "in_flight": 2, "bound": 2, "steps": 12}
-    by_ticket = simulate(group_s, 2.0, order="ticket", **sizes)
+    by_ticket = simulate(group_s, lambda s: 2.0, order="ticket", **sizes)
     assert by_ticket[0]["wait_s"] == 10.0 and by_ticket[0]["tickets"] == [0, 1]
     assert max(max(step["lags"]) for step in by_ticket) <= 2
-    by_arrival = simulate(group_s, 2.0, order="arrival", **sizes)
+    by_arrival = simulate(group_s, lambda s: 2.0, order="arrival", **sizes)
     assert by_arrival[0]["tickets"] == [1, 2] and by_arrival[0]["wait_s"] == 2.0  # one slot is left: 1 s each
     (at,) = [number for number, step in enumerate(by_arrival) if 0 in step["tickets"]]
     assert by_arrival[at]["lags"][0] == at > 2  # sampled by version 0
@@ -60,7 +62,7 @@ def test_littles_law_holds():
     sizes = {"prompts_per_step": 16, "in_flight": 48, "bound": 4, "order": "arrival", "steps": 2000}
     at_a_time = []
     for train_s in (0.1, 1.0):
-        log = simulate(lambda k: longest[k], train_s, **sizes)
+        log = simulate(lambda k: longest[k], lambda s: train_s, **sizes)
         tickets = [ticket for step in log for ticket in step["tickets"]]
         at_a_time.append(len(tickets) / log[-1]["end"] * longest[tickets].mean())
     assert at_a_time[0] == pytest.approx(48, rel=0.02), "rollout is the slower side: all slots are busy"
@@ -104,7 +106,7 @@ async def real_queue(longest, train_s, *, prompts_per_step, in_flight, bound, or
         groups, _ = await queue.get(step)
         log.append({"tickets": [ticket for ticket, _ in groups], "lags": [step - v for _, v in groups]})
         log[-1] |= {"wait_s": clock.time() - start}
-        await asyncio.sleep(train_s)
+        await asyncio.sleep(train_s + 0.1 * (step % 3))
         log[-1] |= {"end": clock.time()}
         await queue.set_version(step + 1)
     await queue.close("the end")
@@ -121,7 +123,7 @@ def test_the_simulator_trains_what_the_real_queue_trains_at_the_same_times(kind,
     how = {"prompts_per_step": 8, "in_flight": in_flight, "bound": bound, "order": order, "steps": 60}
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         real = runner.run(real_queue(longest, 1.5, **how))
-    simulated = simulate(lambda k: longest[k], 1.5, **how)
+    simulated = simulate(lambda k: longest[k], lambda s: 1.5 + 0.1 * (s % 3), **how)
     assert [step["tickets"] for step in simulated] == [step["tickets"] for step in real]
     assert [step["lags"] for step in simulated] == [step["lags"] for step in real]
     for key in ("wait_s", "end"):

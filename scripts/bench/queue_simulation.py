@@ -57,11 +57,11 @@ def group_mean(kind: Durations, mean_s: float, group_size: int) -> float:
 
 
 def simulate(
-    group_s: Callable[[int], float], train_s: float, *, prompts_per_step: int, in_flight: int, bound: int,
-    order: str, steps: int,
+    group_s: Callable[[int], float], step_s: Callable[[int], float], *, prompts_per_step: int, in_flight: int,
+    bound: int, order: str, steps: int,
 ) -> list[dict]:  # fmt: skip
-    """`group_s(k)` is the time that group k takes, `train_s` that of a step with its refit. For each step: the
-    tickets that it trained, their lags, how long the trainer waited, and when it was done."""
+    """`group_s(k)` is the time that group k takes, `step_s(s)` that of training step s with its refit. For each
+    step: the tickets that it trained, their lags, how long the trainer waited, and when it was done."""
     now, version, next_ticket, idle_slots, training_until = 0.0, 0, 0, in_flight, None
     events: list[tuple[float, int, int]] = []  # (time, order of equal times, ticket; -1: a step is done)
     started: dict[int, int] = {}  # ticket -> version that sampled it, while it is not trained
@@ -76,7 +76,7 @@ def simulate(
         if training_until is None and len(known) == prompts_per_step and finished.issuperset(known):
             lags = [version - started.pop(ticket) for ticket in known]
             finished -= set(known)
-            training_until = now + train_s
+            training_until = now + step_s(version)
             log.append({"tickets": known, "lags": lags, "wait_s": now - waiting_since, "end": training_until})
             heapq.heappush(events, (training_until, 0, -1))
             continue
@@ -118,7 +118,8 @@ def main(args: Args) -> None:
                 1
             )
             sizes = {"prompts_per_step": P, "in_flight": args.in_flight, "steps": args.steps}
-            log = simulate(lambda k: longest[k % len(longest)], train_s, bound=bound, order=order, **sizes)
+            group_s = lambda k: longest[k % len(longest)]  # noqa: E731
+            log = simulate(group_s, lambda s: train_s, bound=bound, order=order, **sizes)
             m = measures(log, bound, G)
             cells = (
                 bound,
