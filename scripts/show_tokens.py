@@ -4,10 +4,10 @@
     .venv/bin/python scripts/show_tokens.py runs/a --step 12 --rollout 190.3    one rollout, by its id
     .venv/bin/python scripts/show_tokens.py runs/a --step 12 --html tokens.html
 
-The run must have had --dump-rollouts. The trainer's log-probs are computed again, in fp32, from the checkpoint
-nearest to the step; with that of the step itself (--save-every) they are those that it trained with. Colours:
-the prompt is dim, a sampled token green where its lag is 0, yellow where it is behind, magenta past
---max-staleness; red where the two log-probs differ by more than 0.5; struck through where it is masked.
+The run must have had --dump-rollouts. The trainer's log-probs are computed again, in fp32, from the
+checkpoint nearest to the step; with that of the step itself (--save-every) they are those that it trained
+with. Colours: the prompt is dim, a sampled token green where its lag is 0, yellow where it is behind, magenta
+past --max-staleness; red where the two log-probs differ by more than 0.5; struck through where it is masked.
 """
 
 import html
@@ -47,7 +47,7 @@ class Args:
     rollout: str | None = None
     """Rollout id, like 190.3 (the fourth of ticket 190). Default: the one with the most versions."""
     checkpoint: str | None = None
-    """Folder of a model for the trainer's log-probs, or "none" to leave them out. Default: the run's nearest."""
+    """Folder of a model for the trainer's log-probs, or "none" for none. Default: the run's nearest."""
     html: Path | None = None
     """Writes a page instead: the values of a token show when the pointer is on it."""
 

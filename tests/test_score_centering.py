@@ -1,4 +1,4 @@
-"""Score centering: its terms by hand, the property that it is made for, and the trainer's step by a formula."""
+"""Score centering: its terms by hand, the property it is made for, and the trainer's step by a formula."""
 
 import copy
 import math

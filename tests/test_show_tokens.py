@@ -1,4 +1,4 @@
-"""scripts/show_tokens.py on recorded rollouts of a model that is really there: numbers, marks, and what is escaped."""
+"""scripts/show_tokens.py on recorded rollouts of a real model: numbers, marks, and what is escaped."""
 
 import importlib.util
 import io

@@ -60,8 +60,8 @@ def simulate(
     group_s: Callable[[int], float], step_s: Callable[[int], float], *, prompts_per_step: int, in_flight: int,
     bound: int, order: str, steps: int,
 ) -> list[dict]:  # fmt: skip
-    """`group_s(k)` is the time that group k takes, `step_s(s)` that of training step s with its refit. For each
-    step: the tickets that it trained, their lags, how long the trainer waited, and when it was done."""
+    """`group_s(k)` is the time that group k takes, `step_s(s)` that of training step s with its refit. For
+    each step: the tickets that it trained, their lags, how long the trainer waited, and when it was done."""
     now, version, next_ticket, idle_slots, training_until = 0.0, 0, 0, in_flight, None
     events: list[tuple[float, int, int]] = []  # (time, order of equal times, ticket; -1: a step is done)
     started: dict[int, int] = {}  # ticket -> version that sampled it, while it is not trained

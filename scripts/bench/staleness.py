@@ -1,14 +1,14 @@
 """What staleness costs and buys on the toy task, measured, with the simulator's prediction beside it.
 
     .venv/bin/python scripts/bench/staleness.py bounds    bound x order x durations: docs/staleness.{json,png}
-    .venv/bin/python scripts/bench/staleness.py stress    corrections far off-policy: docs/corrections.{json,png}
+    .venv/bin/python scripts/bench/staleness.py stress    each correction: docs/corrections.{json,png}
 
-One engine and one trainer (the classes of algos/grpo.py) serve all settings in turn: weights and optimizer start
-again at each, and the queue is a new one. `bounds`: every setting gets the same seconds; answers are graded by a
-tool that is slow in three ways, whose mean is such that the longest of a group takes 0.15 s on average.
-The simulator draws the seconds of steps, and what groups take beyond their tool, from the measured ones. `stress`:
-bound 8, 4 minibatches at the learning rate of one, so far off-policy; three seeds for each correction, the
-same number of steps.
+One engine and one trainer (the classes of algos/grpo.py) serve all settings in turn: weights and optimizer
+start again at each, and the queue is a new one. `bounds`: every setting gets the same seconds; answers are
+graded by a tool that is slow in three ways, whose mean is such that the longest of a group takes 0.15 s on
+average. The simulator draws the seconds of steps, and what groups take beyond their tool, from the measured
+ones. `stress`: bound 8, 4 minibatches at the learning rate of one, so far off-policy; three seeds for each
+correction, the same number of steps.
 """
 
 import asyncio
@@ -135,9 +135,11 @@ class Bench:
         seconds_counted = sum(row["wait_s"] + row["work_s"] for row in counted)
         rollouts = args.prompts_per_step * args.group_size * len(counted)
         return {
-            "load": os.getloadavg()[0], "steps": len(rows), "seconds": took, "score": float(np.mean([s[0] for s in scores])),
+            "load": os.getloadavg()[0], "steps": len(rows), "seconds": took,
+            "score": float(np.mean([greedy for greedy, *_ in scores])),
             "idle": sum(row["wait_s"] for row in counted) / seconds_counted,
-            "lag_mean": float(every.mean()), "lag_max": int(every.max()), "late": float((every > bound).mean()),
+            "lag_mean": float(every.mean()), "lag_max": int(every.max()),
+            "late": float((every > bound).mean()),
             "rollouts_per_s": rollouts / seconds_counted, "overhead_s": overhead_s,
             "work_s": [row["work_s"] for row in counted], "rows": rows,
         }  # fmt: skip
@@ -185,13 +187,13 @@ def bounds(bench: Bench) -> None:
 
 def draw_bounds(results: list[dict]) -> None:
     kinds = [kind for kind in DURATIONS if any(each["durations"] == kind for each in results)]
-    rows = [("rollouts_per_s", "rollouts a second"), ("idle", "trainer waits"), ("lag_mean", "lag, mean"),
-            ("lag_max", "lag, max"), ("late", "late tokens"), ("score", f"greedy exact after {SECONDS:.0f} s")]  # fmt: skip
-    figure, axes = plt.subplots(len(rows), len(kinds), figsize=(3.6 * len(kinds), 14), sharex=True, sharey="row",
-                                squeeze=False, dpi=110, layout="constrained")  # fmt: skip
+    rows = {"rollouts_per_s": "rollouts a second", "idle": "trainer waits", "lag_mean": "lag, mean"}
+    rows |= {"lag_max": "lag, max", "late": "late tokens", "score": f"greedy exact after {SECONDS:.0f} s"}
+    size = {"figsize": (3.6 * len(kinds), 14), "dpi": 110, "layout": "constrained"}
+    figure, axes = plt.subplots(len(rows), len(kinds), sharex=True, sharey="row", squeeze=False, **size)
     for column, kind in enumerate(kinds):
         axes[0][column].set_title(kind)
-        for line, (key, label) in enumerate(rows):
+        for line, (key, label) in enumerate(rows.items()):
             axis = axes[line][column]
             for color, order in zip(("C0", "C1"), ORDERS):
                 own = [each for each in results if (each["durations"], each["order"]) == (kind, order)]
@@ -212,9 +214,7 @@ def draw_bounds(results: list[dict]) -> None:
 def stress(bench: Bench) -> None:
     told = {}
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), dpi=110, layout="constrained")
-    print(
-        "| correction | greedy exact at the end | reward, last 10 steps | tokens dropped | largest weight | lag |"
-    )
+    print("| correction | greedy exact at the end | reward, last 10 steps | dropped | largest weight | lag |")
     print("|---|---|---|---|---|---|", flush=True)
     for color, correction in enumerate(CORRECTIONS):
         runs = [
