@@ -68,7 +68,7 @@ class Worker(grpo.RolloutWorker):
         return group, drop
 
     async def overhead_s(self) -> list[float]:
-        return self.overheads
+        return self.overheads[2 * self.args.engine.max_in_flight :] or self.overheads  # after the start
 
 
 class Trainer(grpo.Trainer):
@@ -163,6 +163,7 @@ def predict(measured: dict, args: grpo.Args, kind: str, mean_s: float, bound: in
 
 def bounds(bench: Bench) -> None:
     results = []
+    bench.setting(bound=2, order="arrival", kind="even", mean_s=LONGEST_S, seconds=3.0)  # warms all up
     print("| durations | order | bound | trainer waits | (simulated) | rollouts/s | (simulated) | lag, mean |"
           " (simulated) | max | late tokens | score |\n|" + "---|" * 12)  # fmt: skip
     for kind in DURATIONS:
