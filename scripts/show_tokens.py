@@ -33,7 +33,7 @@ from common.models import load_tokenizer, resolve_model
 from common.sample import Rollout, Segment
 
 WIDE = 0.5  # nats between engine and trainer, from which a token is shown in red
-COLUMNS = ("token", "version", "lag", "engine", "trainer", "trainer - engine", "in the loss", "advantage")
+COLUMNS = ("token", "version", "lag", "engine", "trainer", "difference", "trained", "advantage")
 
 
 @dataclass
@@ -172,9 +172,10 @@ def show(console: Console, title: str, notes: list[str], segments: list[list[Tok
     for note in notes:
         console.print(note)
     for number, tokens in enumerate(segments):
-        console.rule(f"segment {number}: {summary(tokens)}")
+        console.rule(f"segment {number}")
+        console.print(summary(tokens))
         console.print(Text.assemble(*((token.text, token.style) for token in tokens)))
-        table = Table(*("place", *COLUMNS), box=None, header_style="bold")
+        table = Table(*("place", *COLUMNS), box=None, header_style="bold", padding=(0, 1, 0, 0))
         for place, token in enumerate(tokens):
             if token.version is not None:
                 first, *others = token.cells
@@ -234,10 +235,10 @@ def main(args: Args) -> None:
             f"error: --step {step}: {folder} has {len(recorded)} steps, {recorded[:1]} to {recorded[-1:]}"
         )
     rollouts = read_rollouts(str(folder), step)
+    chosen = pick(rollouts, args.rollout)
     algorithm = importlib.import_module(f"algos.{name[1]}" if name else "algos.grpo")
     algorithm.mark_late(rollouts, step, flags["max_staleness"], flags["late"])
     _, advantages = algorithm.make_rows(rollouts, algorithm.Args())
-    chosen = pick(rollouts, args.rollout)
 
     path, version = args.checkpoint, None
     if path is None:
