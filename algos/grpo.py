@@ -315,7 +315,8 @@ class RolloutWorker:
         return {"at": time.monotonic(), "busy_s": self.busy.seconds(), "sampled_tokens": sampled}
 
     async def refit(self, version: int, queue) -> dict:
-        """What is in flight freezes, gets the new weights under its feet, and goes on with recomputed KV."""
+        """What is in flight freezes, gets the new weights under its feet, and goes on with recomputed KV;
+        unless --refit-mode says otherwise."""
         start = time.monotonic()
         await self.engine.pause()  # clears the caches too
         report = await self.engine.receive_weights(version)  # raises before resuming if a check fails

@@ -80,6 +80,6 @@ def collate(rows: list[dict]) -> dict:
     for key in rows[0]:
         values = [row[key] for row in rows]
         if isinstance(values[0], np.ndarray):
-            values = [np.pad(value, (0, width - len(value))) for value in values]
+            values = [np.pad(v, [(0, width - len(v))] + [(0, 0)] * (v.ndim - 1)) for v in values]
         batch[key] = np.array(values)
     return batch

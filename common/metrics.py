@@ -136,12 +136,15 @@ def training_metrics(ranks: list[dict]) -> dict:
     """The metrics of a step from what each rank returned: sums are added over ranks and divided once.
 
     `is_weight` and `is_weight_squared` become `is/ess`: (sum w)^2 / (N sum w^2), 1 where all weights are
-    equal.
+    equal, and `is/max_share`: the largest weight over the sum of all.
     """
-    means = mean_of(merge([rank["sums"] for rank in ranks]))
+    totals = merge([rank["sums"] for rank in ranks])
+    means, (total, _) = mean_of(totals), totals.get("is_weight", (0, 0))
     peaks = {key: max(rank["peaks"][key] for rank in ranks) for key in ranks[0]["peaks"]}
     weight, squared = means.pop("is_weight", None), means.pop("is_weight_squared", None)
-    return means | peaks | ({"is/ess": weight**2 / squared} if squared else {})
+    if squared:
+        means |= {"is/ess": weight**2 / squared, "is/max_share": peaks["is/max_weight"] / total}
+    return means | peaks
 
 
 def advice(row: dict, rollouts: list[Rollout], drops: dict, group_size: int, max_new_tokens: int) -> dict:
@@ -158,14 +161,14 @@ def advice(row: dict, rollouts: list[Rollout], drops: dict, group_size: int, max
             f"raise --group-size (now {group_size}) or --temperature"
         )
     # of weights around 1, an effective size below a tenth takes one above 10; else most were dropped
-    if row.get("is/ess", 1.0) < 0.1 and row["is/max_weight"] > 10:
+    if row.get("is/max_weight", 0) > 10 and (row["is/ess"] < 0.1 or row["is/max_share"] > 0.05):
         found["few tokens weigh"] = (
-            f"a few tokens outweigh all others (largest weight {row['is/max_weight']:.3g}, effective sample "
-            f"size {row['is/ess']:.2g} of the tokens): bound a token by --max-weight, or by --correction tis"
+            f"few tokens weigh most (largest {row['is/max_weight']:.3g}, {row['is/max_share']:.1%} of all; "
+            f"effective size {row['is/ess']:.2g}): bound them by --max-weight, or by --correction tis"
         )
-    if row.get("is/dropped_frac", 0) > 0.5 or row.get("gate/rejected_frac", 0) > 0.5:
-        found["rejected"] = (
-            "more than half of a step was rejected as too far from the policy that sampled it: raise "
+    if (rejected := max(row.get("is/dropped_frac", 0), row.get("gate/rejected_frac", 0))) > 0.5:
+        found["all rejected" if rejected == 1 else "rejected"] = (
+            f"{rejected:.0%} of a step was rejected as too far from the policy that sampled it: raise "
             "--correction-cap (or --delta), or lower --max-staleness or --lr"
         )
     if row["rollout/truncated_frac"] > 0.5:

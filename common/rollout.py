@@ -33,16 +33,26 @@ class EngineFlags:
     refit between GPUs needs twice the largest weight."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and compute of the engine: float32, bfloat16, or auto (that of the checkpoint)."""
+    refit_mode: Literal["keep", "wait", "abort"] = "keep"
+    """What a refit does with answers in flight. keep: freezes them, they go on under the new weights. wait:
+    lets them end, while the engine runs empty; within --refit-timeout-s. abort: throws them away and samples
+    them again from their prompts: that favours short ones, and what outlasts the time between refits never
+    ends."""
+    record_top_k: Annotated[int, Ge(0)] = 0
+    """Likeliest tokens of the engine that are kept, with log-probs, at each sampled one. For
+    algos/score_centering.py."""
 
 
 @dataclass
 class Completion:
-    """What the engine sampled after a prompt: ids, log-probs (temperature applied) and versions, all [T]."""
+    """What the engine sampled after a prompt: ids, log-probs (temperature applied) and versions, all [T].
+    `top_k` as in `Segment`."""
 
     token_ids: list[int]
     logprobs: list[float]
     versions: np.ndarray
     finish_reason: str
+    top_k: np.ndarray | None = None
 
 
 class Engine:
@@ -68,6 +78,7 @@ class Engine:
                 seed=seed,
                 max_model_len=flags.max_model_len,
                 logprobs_mode="processed_logprobs",
+                max_logprobs=flags.record_top_k,
                 generation_config="vllm",  # a checkpoint's own sampling defaults would change the policy
                 weight_transfer_config=WeightTransferConfig(backend="instar"),
                 worker_extension_cls="common.refit_worker.WorkerExtension",
@@ -89,19 +100,21 @@ class Engine:
         await self.generate([stop_token_ids[0]] * 4, n=2, temperature=1.0, max_tokens=4)
         self.sampled_tokens = 0
 
-    async def generate(
-        self, prompt_ids: list[int], n: int, temperature: float, max_tokens: int
-    ) -> list[Completion]:
+    async def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int) -> list[Completion]:
         """`n` completions of one prompt. Every sampling field is sent: vLLM would fill what is missing by
         itself."""
-        sampling = self.make_sampling(
-            n=n, temperature=temperature, max_tokens=max_tokens, stop_token_ids=self.stop_token_ids,
-            top_p=1.0, top_k=0, min_p=0.0,
-            repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
-            logprobs=0, flat_logprobs=True, detokenize=False, output_kind=self.final_only,
-        )  # fmt: skip
-        final = await self._ask(prompt_ids, sampling)
-        completions = [read_completion(output) for output in final.outputs]
+        completions: list[Completion] = []
+        while len(completions) < n:  # once, unless a refit aborts some
+            sampling = self.make_sampling(
+                n=n - len(completions), temperature=temperature, max_tokens=max_tokens,
+                stop_token_ids=self.stop_token_ids, top_p=1.0, top_k=0, min_p=0.0,
+                repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+                logprobs=self.flags.record_top_k, flat_logprobs=True, detokenize=False,
+                output_kind=self.final_only,
+            )  # fmt: skip
+            final = await self._ask(prompt_ids, sampling)
+            whole = [output for output in final.outputs if output.finish_reason != "abort"]
+            completions += [read_completion(output, self.flags.record_top_k) for output in whole]
         self.sampled_tokens += sum(len(completion.token_ids) for completion in completions)
         return completions
 
@@ -113,10 +126,9 @@ class Engine:
 
     async def _ask(self, prompt_ids: list[int], sampling):
         self.requests += 1
-        async for output in self.llm.generate(
-            {"prompt_token_ids": prompt_ids}, sampling, f"r{self.requests}"
-        ):
-            final = output
+        prompt = {"prompt_token_ids": prompt_ids}
+        async for final in self.llm.generate(prompt, sampling, f"r{self.requests}"):
+            pass
         return final
 
     # Weights: the algorithm's file calls these in order.
@@ -135,13 +147,13 @@ class Engine:
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def pause(self) -> None:
-        """Freezes what is in flight and clears every cache; requests recompute their KV under the new
-        weights.
+        """Deals with what is in flight as --refit-mode says, and clears every cache: KV is computed again
+        under the new weights.
 
         `AsyncLLM.pause_generation` is the same two calls and a fixed sleep of 20 ms.
         """
         await self.llm.renderer.clear_mm_cache_async()
-        await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+        await self.llm.engine_core.pause_scheduler_async(mode=self.flags.refit_mode, clear_cache=True)
 
     async def receive_weights(self, version: int) -> dict:
         """The weights of `version`, checked, and the label that the tokens sampled from now on will carry."""
@@ -153,15 +165,18 @@ class Engine:
         await self.llm.resume_generation()
 
 
-def read_completion(output) -> Completion:
-    """One vLLM CompletionOutput, checked: a log-prob for each sampled id, a version for each."""
-    token_ids, flat = list(output.token_ids), output.logprobs
+def read_completion(output, top_k: int = 0) -> Completion:
+    """One vLLM CompletionOutput, checked: a log-prob for each sampled id, a version for each. Its log-probs
+    hold 1 + `top_k` entries a position, the first of which is the sampled token."""
+    token_ids, flat, width = list(output.token_ids), output.logprobs, 1 + top_k
     ids, values = (flat.token_ids, flat.logprobs) if flat is not None else ([], [])
-    logprobs = [value if i == j else None for i, j, value in zip_longest(token_ids, ids, values)]
+    own = zip_longest(token_ids, ids[::width], values[::width])
+    logprobs = [value if i == j else None for i, j, value in own]
+    top = np.array([ids, values], np.float32).T.reshape(-1, width, 2)[:, 1:] if top_k else None
     versions = np.full(len(token_ids), -1, np.int32)
     for span in output.weight_versions or []:
         versions[span.start : span.end] = int(span.version)
-    return Completion(token_ids, logprobs, versions, output.finish_reason)
+    return Completion(token_ids, logprobs, versions, output.finish_reason, top)
 
 
 # --- Episodes
@@ -194,7 +209,7 @@ async def play(
         try:
             segment = extend_segment(
                 segment, context, completion.token_ids, completion.logprobs, completion.versions,
-                completion.finish_reason,
+                completion.finish_reason, completion.top_k,
             )  # fmt: skip
         except RecordError as error:
             rollout.fail("bad_record", f"{rollout.rollout_id}: {error}")
@@ -216,11 +231,8 @@ async def play(
             segment.finish_reason = "length"
         if outcome.observation is None:
             break
-        turns = [
-            {"role": "assistant", "content": action},
-            {"role": "user", "content": outcome.observation},
-        ]
-        messages = [*messages, *turns]
+        said = {"role": "assistant", "content": action}
+        messages = [*messages, said, {"role": "user", "content": outcome.observation}]
         full = render(tokenizer, messages, template_args)
         sampled_end = tokenizer.decode(completion.token_ids[-1:]) if stopped else ""
         context, forked = next_context(tokenizer, rendered, action, sampled_end, full)

@@ -23,7 +23,8 @@ class Segment:
 
     All arrays have length T. `action_mask[t]` is True exactly where the engine sampled `token_ids[t]`; there,
     `logprobs[t]` is its log-prob under the policy that sampled it (temperature applied) and `versions[t]`
-    that policy's version. Elsewhere logprobs is 0 and versions -1, and both are unused.
+    that policy's version. Elsewhere logprobs is 0 and versions -1, and both are unused. With --record-top-k,
+    `top_k[t]` has the K likeliest tokens of that policy: ids (exact in fp32 below 2^24) and log-probs.
     """
 
     token_ids: np.ndarray  # int32
@@ -32,10 +33,12 @@ class Segment:
     versions: np.ndarray  # int32
     turn_ends: list[int]  # one past the last sampled token of each turn
     finish_reason: str  # of the last turn: "stop", "length" or "abort"
+    top_k: np.ndarray | None = None  # float32 [T, K, 2]
 
     def __post_init__(self):
         length = len(self.token_ids)
-        for name, dtype in ARRAYS.items():
+        optional = {"top_k": np.float32} if self.top_k is not None else {}
+        for name, dtype in (ARRAYS | optional).items():
             array = np.asarray(getattr(self, name), dtype)  # None becomes NaN
             setattr(self, name, array)
             if len(array) != length:
@@ -113,7 +116,7 @@ class Rollout:
 
 
 def extend_segment(
-    segment: Segment | None, context_ids, sampled_ids, logprobs, versions, finish_reason
+    segment: Segment | None, context_ids, sampled_ids, logprobs, versions, finish_reason, top_k=None
 ) -> Segment:
     """One more turn: `context_ids` (unsampled), then what the engine sampled after them. Returns a new
     Segment.
@@ -128,6 +131,8 @@ def extend_segment(
         "logprobs": [0.0] * gap + list(logprobs),
         "versions": [-1] * gap + list(versions),
     }
+    if top_k is not None:
+        turn["top_k"] = np.concatenate([np.zeros((gap, *top_k.shape[1:])), top_k])
     ends = []
     if segment is not None:
         turn = {name: np.concatenate([getattr(segment, name), values]) for name, values in turn.items()}

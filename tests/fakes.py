@@ -11,7 +11,7 @@ import torch
 
 from common.env import Env, Step
 from common.envs.pool import EnvError, Server, plain
-from common.rollout import Engine
+from common.rollout import Engine, EngineFlags
 
 # Greedy longest match: "hello" is one token, though a policy may well sample "he" + "llo".
 PIECES = ["", "h", "e", "l", "o", "he", "llo", "hello", " ", "w", "<eot>", "\n", "U:", "A:"]
@@ -97,7 +97,7 @@ class ScriptedEngine(Engine):
     """
 
     def __init__(self, replies, max_model_len: int = 100):
-        self.replies, self.max_model_len = list(replies), max_model_len
+        self.replies, self.max_model_len, self.flags = list(replies), max_model_len, EngineFlags()
         self.requests_seen: list[dict] = []
         self.requests = self.sampled_tokens = 0
         self.stop_token_ids, self.final_only = [PIECES.index("<eot>")], "final"

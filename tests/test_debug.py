@@ -32,6 +32,7 @@ def segments(draw):
     mask = draw(st.lists(st.booleans(), max_size=6))
     logprob, version = st.floats(-(2.0**100), 0, width=32), st.integers(0, 2**31 - 1)
     ends = [position + 1 for position, sampled in enumerate(mask) if sampled]
+    top_k = np.array([[[draw(logprob)] * 2] * 3 for _ in mask], np.float32).reshape(len(mask), 3, 2)
     return Segment(
         token_ids=np.array([draw(st.integers(0, 2**31 - 1)) for _ in mask], np.int32),
         action_mask=np.array(mask, bool),
@@ -39,6 +40,7 @@ def segments(draw):
         versions=np.array([draw(version) if sampled else -1 for sampled in mask], np.int32),
         turn_ends=ends[-1:],
         finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+        top_k=draw(st.sampled_from([top_k, None])),
     )
 
 
@@ -68,6 +70,9 @@ def test_recorded_rollouts_come_back_to_the_last_bit(rollouts, step):
                 assert getattr(two, name).dtype == dtype
                 assert getattr(one, name).tobytes() == getattr(two, name).tobytes()
             assert (one.turn_ends, one.finish_reason) == (two.turn_ends, two.finish_reason)
+            assert (one.top_k is None) == (two.top_k is None)
+            if one.top_k is not None:
+                assert two.top_k.dtype == np.float32 and one.top_k.tobytes() == two.top_k.tobytes()
         assert {**vars(before), "segments": []} == {**vars(after), "segments": []}
         assert math.copysign(1, before.reward) == math.copysign(1, after.reward)
 
@@ -131,14 +136,26 @@ CASES = {
     "equal rewards": ({"reward/zero_std_group_frac": 1.0}, [rollout()], {},
                       {"equal rewards": ["mean 0.25", "--group-size", "now 8", "--temperature"]}),
     "a weight of 1e5 among 1e4 of 1": (
-        # (1e4 + 1e5)^2 / (1e4 (1e4 + 1e10)) = .000121
-        {"is/ess": 0.000121, "is/max_weight": 1e5}, [rollout()], {},
-        {"few tokens weigh": ["1e+05", "0.00012", "--max-weight", "--correction tis"]},
+        # (1e4 + 1e5)^2 / (1e4 (1e4 + 1e10)) = .000121; 1e5 / 1.1e5 = .909
+        {"is/ess": 0.000121, "is/max_weight": 1e5, "is/max_share": 0.909}, [rollout()], {},
+        {"few tokens weigh": ["1e+05", "90.9%", "0.00012", "--max-weight", "--correction tis"]},
     ),
-    "a weight of 100 among 1e4 of 1": ({"is/ess": 0.51, "is/max_weight": 100.0}, [rollout()], {}, {}),
-    "most tokens dropped, the others at 1": ({"is/ess": 0.05, "is/max_weight": 1.9}, [rollout()], {}, {}),
+    "a weight of 100 among 1e4 of 1": (
+        {"is/ess": 0.51, "is/max_weight": 100.0, "is/max_share": 0.0099}, [rollout()], {}, {},
+    ),
+    "a weight of 100 among 900 of 1": (
+        # (900 + 100)^2 / (901 (900 + 1e4)) = .102, so that the size alone would not tell
+        {"is/ess": 0.102, "is/max_weight": 100.0, "is/max_share": 0.1}, [rollout()], {},
+        {"few tokens weigh": ["largest 100", "10.0%", "0.1"]},
+    ),
+    "ten tokens in all": ({"is/ess": 1.0, "is/max_weight": 1.0, "is/max_share": 0.1}, [rollout()], {}, {}),
+    "most tokens dropped, the others at 1": (
+        {"is/ess": 0.05, "is/max_weight": 1.9, "is/max_share": 0.01}, [rollout()], {}, {},
+    ),
+    "everything dropped": ({"is/dropped_frac": 1.0, "is/max_weight": 0.0}, [rollout()], {},
+                           {"all rejected": ["100%", "--correction-cap"]}),
     "most rollouts rejected": ({"gate/rejected_frac": 0.6}, [rollout()], {},
-                               {"rejected": ["--correction-cap", "--delta", "--max-staleness"]}),
+                               {"rejected": ["60%", "--correction-cap", "--delta", "--max-staleness"]}),
     "a few tokens dropped": ({"is/dropped_frac": 0.4}, [rollout()], {}, {}),
     "cut off": ({"rollout/truncated_frac": 0.75}, [rollout()], {},
                 {"truncated": ["75%", "--max-new-tokens", "now 16"]}),

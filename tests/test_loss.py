@@ -301,6 +301,47 @@ def test_each_correction_has_a_cap_of_its_own(tmp_path, correction, cap):
             assert args.correction_cap == expected
 
 
+E20 = math.exp(20)  # log-ratios are held within +-20
+LN_1E6 = math.log(1e6)
+
+
+@pytest.mark.parametrize(
+    "correction, cap, weights",
+    [
+        # a row with +1000, -1000 and 0, one with +1000 alone, one with -1000 alone
+        ("tis", 2.0, [[2, 1 / E20, 1], [2], [1 / E20]]),
+        ("icepop", 2.0, [[0, 0, 1], [0], [0]]),
+        ("clip", 2.0, [[2, 0.5, 1], [2], [0.5]]),
+        ("none", 2.0, [[1, 1, 1], [1], [1]]),
+        # the geometric mean of the first is 1, of the others e^1000 and e^-1000
+        ("seq-mask", 1.05, [[E20, 1 / E20, 1], [0], [0]]),
+        # p 1e-6 and q 1 - 1e-6, or the reverse: a KL of (1 - 2e-6) ln 1e6 each; two thirds of it in the first
+        ("kl-gate", 2 / 3 * LN_1E6 + 0.01, [[E20, 1 / E20, 1], [0], [0]]),
+        ("kl-gate", LN_1E6, [[E20, 1 / E20, 1], [E20], [1 / E20]]),
+        ("kl-gate", 2 / 3 * LN_1E6 - 0.01, [[0, 0, 0], [0], [0]]),
+    ],
+)
+def test_every_correction_of_ratios_beyond_reason_by_hand(one_rank, correction, cap, weights):
+    up, down = (-1000.0, 0.0), (0.0, -1000.0)  # log mu, log old
+    tokens = [[up, down, (-1.0, -1.0)], [up], [down]]
+    mask = torch.tensor([[True] * len(row) + [False] * (3 - len(row)) for row in tokens])
+    mu, old = (tensor([[t[i] for t in row] + [math.nan] * (3 - len(row)) for row in tokens]) for i in (0, 1))
+    batch = {"logprobs": torch.nn.functional.pad(mu, (1, 0)), "old_logprobs": old, "mask": mask,
+             "rollout_index": torch.arange(3)}  # fmt: skip
+    if correction in grpo.GATES:
+        mark_kept([batch], 3, correction, cap)
+    log_ratio = torch.where(mask, old - mu, 0.0)
+    got = importance_weights(log_ratio, correction, cap, batch.get("kept"))
+    assert got[mask].tolist() == pytest.approx(sum(weights, []), rel=1e-9)
+    # and through the loss: ratio 1 and A = -1 sum the weights up, which are the gradient too
+    logprobs = old.clone().requires_grad_()
+    loss, _ = policy_loss(logprobs, old, got, tensor([-1.0] * 3), mask, 0.2, 0.28)
+    loss.backward()
+    assert loss.item() == pytest.approx(sum(map(sum, weights)), rel=1e-9)
+    assert logprobs.grad[mask].tolist() == pytest.approx(sum(weights, []), rel=1e-9)
+    assert not logprobs.grad[~mask].any()
+
+
 # --- One effective mask
 
 

@@ -283,6 +283,22 @@ def test_a_request_that_crosses_a_refit_has_both_versions():
     assert len(completion.logprobs) == 5
 
 
+def test_answers_that_a_refit_aborted_are_sampled_again_and_leave_no_trace():
+    # two of three come whole; the third is aborted twice, once before its first token
+    whole = [reply([5, 10]), reply([6, 10])]
+    aborted = [reply([7, 7], finish="abort"), reply([], finish="abort")]
+    engine = ScriptedEngine([whole[0], aborted[0], whole[1], aborted[1], reply([8, 10])])
+    group = play_group(engine, lambda: ScriptedEnv("hello", [observe(None)]), group_size=3)
+    assert [request["n"] for request in engine.requests_seen] == [3, 1, 1]
+    assert len({tuple(request["prompt_ids"]) for request in engine.requests_seen}) == 1
+    assert sorted(rollout.segments[0].token_ids.tolist()[4:] for rollout in group) == [
+        [5, 10],
+        [6, 10],
+        [8, 10],
+    ]
+    assert [rollout.invalid for rollout in group] == [None] * 3 and engine.sampled_tokens == 6
+
+
 # --- The end of a turn
 
 

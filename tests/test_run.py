@@ -170,6 +170,7 @@ def test_a_synchronous_run_on_two_engines_and_two_ranks_is_on_policy_and_writes_
     [
         ("algos.flash_reinforce", ("--failure-tokens", "0.5"), 0),
         ("algos.ppo", ("--critic-warmup-steps", "2"), 2),
+        ("algos.score_centering", ("--group-size", "4", "--refit-mode", "abort"), 0),
     ],
 )
 def test_the_other_algorithms_take_their_steps_on_two_ranks(drive, module, flags, warmup):
@@ -183,9 +184,14 @@ def test_the_other_algorithms_take_their_steps_on_two_ranks(drive, module, flags
     assert all("grad_norm" not in row for row in rows[:warmup])
     assert all(row["grad_norm"] > 0 for row in rows[warmup:])
     assert rows[0]["mismatch/abs_mean"] <= 1e-5
+    own = {
+        "flash_reinforce": "gate/rejected_frac",
+        "ppo": "value/grad_norm",
+        "score_centering": "is/top_k_mass",
+    }
     for row in rows:
-        own = row["gate/rejected_frac"] >= 0 if module.endswith("reinforce") else row["value/grad_norm"] > 0
-        assert own and row["reward/mean"] > 0
+        value = row[own[module.removeprefix("algos.")]]
+        assert (value >= 0 if module.endswith("reinforce") else value > 0) and row["reward/mean"] > 0
     start, end = (
         AutoModelForCausalLM.from_pretrained(path).state_dict()
         for path in (resolve_model("tiny"), run.output_dir / "checkpoints/step_4")

@@ -1,4 +1,4 @@
-"""GRPO, FlashREINFORCE and PPO on the same tasks with equal numbers of rollouts, three seeds each.
+"""GRPO, FlashREINFORCE, PPO and score centering on the same tasks with equal numbers of rollouts, three seeds each.
 
     .venv/bin/python scripts/bench/algorithms.py            all of it: some 40 minutes a task on two cores
     .venv/bin/python scripts/bench/algorithms.py reverse    one task
@@ -34,6 +34,7 @@ ALGORITHMS = {
     "grpo": ["--prompts-per-step", "16", "--group-size", "8"],
     "flash_reinforce": ["--prompts-per-step", "128"],
     "ppo": ["--prompts-per-step", "128"],
+    "score_centering": ["--prompts-per-step", "16", "--group-size", "8"],
 }
 
 
@@ -74,7 +75,7 @@ def main(tasks: list[str]) -> None:
     print("| task | algorithm | score at the start | at the end | rollouts to 0.9 | seconds to 0.9 |")
     print("|---|---|---|---|---|---|")
     for task, (left, right) in zip(tasks, axes):
-        for color, algorithm in zip(("C0", "C1", "C2"), ALGORITHMS):
+        for color, algorithm in zip(("C0", "C1", "C2", "C3"), ALGORITHMS):
             flags = [*TASKS[task], *ALGORITHMS[algorithm], "--eval-every", "10"]
             curves = [
                 curve(run(algorithm, f"{task}-{algorithm}-{seed}", [*flags, "--seed", str(seed)]))
