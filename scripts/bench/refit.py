@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -80,7 +80,8 @@ class Worker:
             import vllm.engine.arg_utils  # first: it takes the class into its annotations
 
             plain = vllm.config.WeightTransferConfig
-            vllm.config.WeightTransferConfig = lambda backend_: plain(backend=backend)
+            kind = backend
+            vllm.config.WeightTransferConfig = lambda backend: plain(backend=kind)
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         flags = EngineFlags(max_model_len=1024, gpu_memory_utilization=0.2, **sizes)
         self.engine = Engine(path, dtype, 0, flags, gpus)
@@ -268,6 +269,9 @@ class Theirs:
         from vllm.distributed.weight_transfer.base import ModuleSource
 
         class Cast(ModuleSource):
+            def metadata(self):
+                return [replace(each, dtype=dtype) for each in super().metadata()]
+
             def __iter__(self):
                 return ((name, tensor.to(dtype)) for name, tensor in super().__iter__())
 
