@@ -209,15 +209,6 @@ class Session:
         exchange.turns[index] = turn
         self.recorder.turns.append(turn)
 
-    async def deliver(self, handler, exchange: Exchange, index: int, message: dict) -> None:
-        """The reply as the client gets it, and so how the template will write it: parsed, without special
-        tokens, cut at a stop string."""
-        for call in message.get("tool_calls") or []:
-            self.arguments[call["id"]] = call["function"]["arguments"]
-        text = await handler.render_text(exchange.request, message)
-        if text.endswith(self.closing):
-            exchange.turns[index].texts.add(text)
-
 
 def same_json(text: str, other) -> bool:
     try:
@@ -298,13 +289,14 @@ class Recording:
     async def create_chat_completion(self, request, raw_request=None):
         exchange = EXCHANGE.get()
         result = await super().create_chat_completion(request, raw_request)
-        if exchange.judge or isinstance(result, ErrorResponse):
+        if isinstance(result, ErrorResponse):
             return result
         if not isinstance(result, ChatCompletionResponse):
             return self.watch(exchange, result)
         for choice in result.choices:
-            message = choice.message.model_dump(exclude_none=True)
-            await exchange.session.deliver(self, exchange, choice.index, message)
+            await self.deliver(exchange, choice.index, choice.message.model_dump(exclude_none=True))
+            if choice.message.reasoning is not None:
+                choice.message.reasoning_content = choice.message.reasoning  # its name elsewhere
         return result
 
     async def watch(self, exchange: Exchange, stream):
@@ -313,11 +305,26 @@ class Recording:
         async for line in stream:
             chunk = json.loads(line[6:]) if line.startswith("data: {") else {}
             for choice in chunk.get("choices", []):
-                join_delta(messages[choice["index"]], choice["delta"])
+                message, delta = messages[choice["index"]], choice["delta"]
+                join_delta(message, delta)
                 if choice.get("finish_reason"):
-                    message = messages[choice["index"]]
-                    await exchange.session.deliver(self, exchange, choice["index"], message)
+                    await self.deliver(exchange, choice["index"], message)
+                if "reasoning" in delta:
+                    delta["reasoning_content"] = delta["reasoning"]
+                    line = f"data: {json.dumps(chunk)}\n\n"
             yield line
+
+    async def deliver(self, exchange: Exchange, index: int, message: dict) -> None:
+        """The reply as the client gets it, and so how the template will write it: parsed, without special
+        tokens, cut at a stop string."""
+        if exchange.judge:
+            return
+        session = exchange.session
+        for call in message.get("tool_calls") or []:
+            session.arguments[call["id"]] = call["function"]["arguments"]
+        text = await self.render_text(exchange.request, message)
+        if text.endswith(session.closing):
+            exchange.turns[index].texts.add(text)
 
 
 def join_delta(message: dict, delta: dict) -> None:
