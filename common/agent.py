@@ -141,7 +141,9 @@ class Recorder:
     def place(self, full: str) -> tuple[Turn | None, str]:
         """The turn with the longest conversation that `full` begins with, and the text after what was
         sampled: the template's delta. (None, full) where history is new, or was rewritten."""
-        matches = [(len(t), at) for at, turn in enumerate(self.turns) for t in turn.texts if full.startswith(t)]
+        matches = [
+            (len(t), at) for at, turn in enumerate(self.turns) for t in turn.texts if full.startswith(t)
+        ]
         if not matches:
             return None, full
         length, at = max(matches)
@@ -163,7 +165,12 @@ class Recorder:
                 context_ids = [*(turn.parent.ids if turn.parent else []), *context_ids]
             sampled = turn.completion
             segments[index] = extend_segment(
-                before, context_ids, sampled.token_ids, sampled.logprobs, sampled.versions, sampled.finish_reason
+                before,
+                context_ids,
+                sampled.token_ids,
+                sampled.logprobs,
+                sampled.versions,
+                sampled.finish_reason,
             )
             ends[id(turn)] = index
         return segments

@@ -44,7 +44,9 @@ from common.rollout import read_completion
 LOG = logging.getLogger("instar.chat")
 MODEL = "policy"
 MAX_BODY_BYTES, BODY_TIMEOUT_S, MAX_CHOICES = 16 << 20, 30.0, 128
-STAND_IN = "instar-stand-in-for-a-reply"  # rendered once a session, to see what the template puts after a reply
+STAND_IN = (
+    "instar-stand-in-for-a-reply"  # rendered once a session, to see what the template puts after a reply
+)
 
 # What would change the policy's distribution is pinned to the run's values, with a warning.
 PINNED = {
@@ -203,7 +205,9 @@ class Session:
         completion, decode = read_completion(output), self.server.tokenizer.decode
         self.server.engine.sampled_tokens += len(completion.token_ids)
         ended = completion.finish_reason == "stop" and not isinstance(output.stop_reason, str)
-        said, end = (completion.token_ids[:-1], completion.token_ids[-1:]) if ended else (completion.token_ids, [])
+        said, end = (
+            (completion.token_ids[:-1], completion.token_ids[-1:]) if ended else (completion.token_ids, [])
+        )
         turn = Turn(exchange.parent, exchange.context_ids, completion, decode(end), self.closing)
         turn.texts.add(exchange.prompt + decode(said) + self.closing)
         exchange.turns[index] = turn
@@ -362,7 +366,10 @@ class ChatServer:
         self.models = OpenAIServingModels(self.client, [name])
         routes = [Route("/health", self.health), Route("/v1/models", self.list_models)]
         for path in WIRES:
-            routes += [Route(path, self.post, methods=["POST"]), Route("/judge" + path, self.post, methods=["POST"])]
+            routes += [
+                Route(path, self.post, methods=["POST"]),
+                Route("/judge" + path, self.post, methods=["POST"]),
+            ]
         config = uvicorn.Config(
             Starlette(routes=routes, exception_handlers={404: self.not_found, 405: self.not_found}),
             host="127.0.0.1", port=0, log_level="error", access_log=False, lifespan="off", backlog=4096,
@@ -375,7 +382,7 @@ class ChatServer:
             if self.serving.done():
                 raise RuntimeError(f"the chat server did not start: {self.serving.exception()}")
             await asyncio.sleep(0.01)
-        self.url = "http://127.0.0.1:{}".format(self.http.servers[0].sockets[0].getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.http.servers[0].sockets[0].getsockname()[1]}"
         return self
 
     async def stop(self) -> None:
@@ -389,7 +396,10 @@ class ChatServer:
         """vLLM's handlers with these parsers. Raises ValueError for a name that vLLM does not know."""
         if (tool_parser, reasoning_parser) not in self.by_parsers:
             parsers = {"tool_parser": tool_parser or None, "enable_auto_tools": bool(tool_parser)}
-            parsers |= {"reasoning_parser": reasoning_parser, "default_chat_template_kwargs": self.template_args}
+            parsers |= {
+                "reasoning_parser": reasoning_parser,
+                "default_chat_template_kwargs": self.template_args,
+            }
             shared = {"request_logger": None, "chat_template": None, "chat_template_content_format": "auto"}
             model = {"model_config": self.client.model_config, "renderer": self.client.renderer}
             renderer = OnlineRenderer(**model, **shared, **parsers)

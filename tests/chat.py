@@ -20,14 +20,22 @@ CALC = {
         "parameters": {"type": "object", "properties": {"sum": {"type": "string"}}, "required": ["sum"]},
     },
 }
-CALL = '<tool_call>\n{"name": "calc", "arguments": {"sum":"1+2"}}\n</tool_call>'  # not as the template spaces it
+CALL = (
+    '<tool_call>\n{"name": "calc", "arguments": {"sum":"1+2"}}\n</tool_call>'  # not as the template spaces it
+)
 COUNT = "one two three four five six seven eight nine ten"
 THOUGHT = "<think>so so</think>yes"
 KNOWN = [
     [("user", "count"), ("assistant", COUNT)],
     [("user", "count"), ("assistant", COUNT), ("user", "again"), ("assistant", "no more")],
     [("user", "think"), ("assistant", THOUGHT)],
-    [("system", "Tools: calc"), ("user", "add"), ("assistant", CALL), ("tool", "3"), ("assistant", "it is 3")],
+    [
+        ("system", "Tools: calc"),
+        ("user", "add"),
+        ("assistant", CALL),
+        ("tool", "3"),
+        ("assistant", "it is 3"),
+    ],
     [("system", "Tools: calc"), ("user", "twice"), ("assistant", CALL + "\n" + CALL.replace("1", "4"))],
 ]
 

@@ -4,8 +4,8 @@ import os
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-import pytest  # noqa: E402  after the environment is set
-from hypothesis import HealthCheck, settings  # noqa: E402
+import pytest
+from hypothesis import HealthCheck, settings
 
 # A slow machine is no finding: how long an example takes is never what a test is about.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -117,7 +117,10 @@ def test_a_reply_is_the_text_of_the_recorded_tokens_and_usage_counts_them(served
     assert served.tokenizer.decode(segment.token_ids[:prompt_tokens]) == (
         "<|im_start|>user\ncount<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert (prompt_tokens, completion_tokens) == (len(segment.token_ids) - segment.num_actions, segment.num_actions)
+    assert (prompt_tokens, completion_tokens) == (
+        len(segment.token_ids) - segment.num_actions,
+        segment.num_actions,
+    )
     assert (segment.logprobs[segment.action_mask] <= 0).all() and segment.finish_reason == "stop"
     assert set(segment.versions[segment.action_mask].tolist()) == {0}
 
@@ -155,7 +158,11 @@ def test_a_conversation_that_goes_on_stays_in_one_segment(served, stream):
                 chunks = client.chat.completions.create(model="policy", messages=messages, stream=True)
                 text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
             else:
-                text = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
+                text = (
+                    client.chat.completions.create(model="policy", messages=messages)
+                    .choices[0]
+                    .message.content
+                )
             assert text == expected
             messages += [{"role": "assistant", "content": text}, user(following)]
         segment = only_segment(session)
@@ -194,7 +201,11 @@ def test_tool_calls_are_parsed_and_their_echo_is_recognised(served, stream):
             assert reply.choices[0].finish_reason == "tool_calls"
         (call,) = message.tool_calls
         assert call.function.name == "calc" and json.loads(call.function.arguments) == {"sum": "1+2"}
-        echo = {"id": call.id, "type": "function", "function": {"name": "calc", "arguments": '{"sum":   "1+2"}'}}
+        echo = {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": "calc", "arguments": '{"sum":   "1+2"}'},
+        }
         messages += [
             {"role": "assistant", "content": None, "tool_calls": [echo]},
             {"role": "tool", "tool_call_id": call.id, "content": "3"},
@@ -252,12 +263,16 @@ def test_thinking_comes_apart_from_the_answer_on_both_wires(served, stream):
         client = openai_client(session)
         if stream:
             reasoning = answer = ""
-            for chunk in client.chat.completions.create(model="policy", messages=[user("think")], stream=True):
+            for chunk in client.chat.completions.create(
+                model="policy", messages=[user("think")], stream=True
+            ):
                 delta = chunk.choices[0].delta
                 reasoning += getattr(delta, "reasoning_content", None) or ""
                 answer += delta.content or ""
         else:
-            message = client.chat.completions.create(model="policy", messages=[user("think")]).choices[0].message
+            message = (
+                client.chat.completions.create(model="policy", messages=[user("think")]).choices[0].message
+            )
             reasoning, answer = message.reasoning_content, message.content
         assert (reasoning, answer) == ("so so", "yes")
         client = anthropic_client(session)
@@ -296,7 +311,9 @@ def test_n_stop_max_tokens_and_logprobs(served):
         client.chat.completions.create(model="policy", messages=messages)
         segment = only_segment(session)
     text = served.tokenizer.decode(segment.token_ids)
-    assert "one two three<|im_end|>\n<|im_start|>user\nagain" in text, "what was sampled stays; its end is context"
+    assert "one two three<|im_end|>\n<|im_start|>user\nagain" in text, (
+        "what was sampled stays; its end is context"
+    )
     assert sampled(served, segment).startswith("one two three")
 
 
@@ -305,10 +322,17 @@ def test_sampling_is_pinned_with_one_warning_a_session(served):
         client = openai_client(session)
         for _ in range(2):
             reply = client.chat.completions.create(
-                model="policy", messages=[user("count")], temperature=2.0, top_p=0.1, seed=3, presence_penalty=2
+                model="policy",
+                messages=[user("count")],
+                temperature=2.0,
+                top_p=0.1,
+                seed=3,
+                presence_penalty=2,
             )
             assert reply.choices[0].message.content == COUNT
-        assert session.info == {"warning": "pinned to the run's values: temperature, top_p, presence_penalty, seed"}
+        assert session.info == {
+            "warning": "pinned to the run's values: temperature, top_p, presence_penalty, seed"
+        }
 
 
 REFUSED = [
@@ -326,15 +350,19 @@ REFUSED = [
 def test_what_cannot_be_honoured_is_an_error_in_the_wires_own_shape(served, asked):
     with served.session() as session:
         with pytest.raises(openai.BadRequestError) as raised:
-            openai_client(session).chat.completions.create(**{"model": "policy", "messages": [user("count")]} | asked)
+            openai_client(session).chat.completions.create(
+                **{"model": "policy", "messages": [user("count")]} | asked
+            )
         assert raised.value.body["type"] == "invalid_request_error" and raised.value.body["message"]
-        if "messages" in asked and asked["messages"]:
+        if asked.get("messages"):
             content = asked["messages"][0]["content"]
             if isinstance(content, list):
                 source = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
                 content = [{"type": "image", "source": source}]
             with pytest.raises(anthropic.BadRequestError) as raised:
-                anthropic_client(session).messages.create(model="policy", max_tokens=5, messages=[user(content)])
+                anthropic_client(session).messages.create(
+                    model="policy", max_tokens=5, messages=[user(content)]
+                )
             assert raised.value.body["error"]["type"] == "invalid_request_error"
         assert not session.recorder.turns
 

@@ -98,16 +98,21 @@ class EnvPool:
         fails."""
         self.control, theirs = socket.socketpair()
         path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "RAY_"))}
         self.zygote = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "common.envs.pool", str(theirs.fileno()), spec, json.dumps(asdict(flags)),
             pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL,
-            env={"PYTHONHASHSEED": "0"} | os.environ | {"PYTHONPATH": path},  # sets in one order everywhere
+            env={"PYTHONHASHSEED": "0"} | own | {"PYTHONPATH": path},  # sets in one order everywhere
         )  # fmt: skip
         theirs.close()
         self.timeout_s, self.quick_calls = flags.env_timeout_s, 0
         worker = await self._fork()
         about = await worker.call("about")
-        self.num_tasks, self.max_turns, self.parsers = about["num_tasks"], about["max_turns"], about["parsers"]
+        self.num_tasks, self.max_turns, self.parsers = (
+            about["num_tasks"],
+            about["max_turns"],
+            about["parsers"],
+        )
         self.free: asyncio.LifoQueue = asyncio.LifoQueue()  # workers, above places for workers to come
         for _ in range(1, flags.env_workers if self.max_turns == 1 else episodes):
             self.free.put_nowait(None)

@@ -51,4 +51,6 @@ class Calculator(ChatAgent):
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         said, right = (message.content or "").strip(), ctx.task["answer"]
         same = sum(a == b for a, b in zip(said, right)) - abs(len(said) - len(right)) / 10
-        return Step(reward=same / len(right), score=float(said == right), info={"replies": len(messages) // 2})
+        return Step(
+            reward=same / len(right), score=float(said == right), info={"replies": len(messages) // 2}
+        )
