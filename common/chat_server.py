@@ -1,12 +1,12 @@
 """The server that a `ChatAgent` speaks to: OpenAI's and Anthropic's wire, and every token on record.
 
-    SDK --HTTP, loopback, a key for each session--> Reply (dedupe) --> vLLM's own handlers --> Client --> engine
-                                                                        render, parse, SSE      records
+    SDK --HTTP, loopback, a key a session--> Reply (dedupe) --> vLLM's own handlers --> Client --> engine
+                                                                render, parse, SSE      records
 
-The wire is vLLM's: its handlers render the messages, parse tool calls and thinking, and stream. We take part in
-two places. After rendering, a conversation that goes on from a recorded turn gets that turn's exact ids and the
-template's delta (`Recorder`). Where a handler asks the engine, the run's sampling values go in, and the ids,
-log-probs and versions that come out are recorded.
+The wire is vLLM's: its handlers render the messages, parse tool calls and thinking, and stream. We take part
+in two places. After rendering, a conversation that goes on from a recorded turn gets that turn's exact ids
+and the template's delta (`Recorder`). Where a handler asks the engine, the run's sampling values go in, and
+the ids, log-probs and versions that come out are recorded.
 """
 
 import asyncio
@@ -58,8 +58,9 @@ PINNED = {
 # What a recorded reply can't honour is an error, with the value that is fine.
 REFUSED = {
     "use_beam_search": False, "echo": False, "continue_final_message": False, "add_generation_prompt": True,
-    "add_special_tokens": False, "structured_outputs": None, "prompt_logprobs": None, "logprob_token_ids": None,
-    "truncate_prompt_tokens": None, "kv_transfer_params": None, "ec_transfer_params": None, "vllm_xargs": None,
+    "add_special_tokens": False, "structured_outputs": None, "prompt_logprobs": None,
+    "logprob_token_ids": None, "truncate_prompt_tokens": None, "kv_transfer_params": None,
+    "ec_transfer_params": None, "vllm_xargs": None,
 }  # fmt: skip
 EXCHANGE: contextvars.ContextVar["Exchange"] = contextvars.ContextVar("exchange")
 
@@ -512,7 +513,8 @@ WIRES = {
     "/v1/messages/count_tokens": (AnthropicCountTokensRequest, RecordingMessages, "count_tokens"),
 }
 ANTHROPIC_TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+    413: "request_too_large",
 }  # fmt: skip
 
 

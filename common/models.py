@@ -111,8 +111,8 @@ def char_tokenizer():
     names.
 
     Any other character becomes `<unk>`. The chat template is ChatML: any role, text only, tools by their
-    names, tool calls as Hermes has them, each turn ended by `<|im_end|>`, the EOS token. A role name is one token, so that prompts stay short. Returns a
-    `PreTrainedTokenizerFast`.
+    names, tool calls as Hermes has them, each turn ended by `<|im_end|>`, the EOS token. A role name is one
+    token, so that prompts stay short. Returns a `PreTrainedTokenizerFast`.
     """
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
