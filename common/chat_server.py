@@ -35,7 +35,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import VLLMServerError
 from vllm.platforms import current_platform
 from vllm.renderers.online_renderer import OnlineRenderer
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from common.agent import Recorder, Turn, encode
 from common.envs.pool import EnvError
@@ -497,6 +497,8 @@ class ChatServer:
             reply.status = 500
             reply.add(error_body(path, 500, str(dead)))
         except Exception as problem:  # a template, a parser, or what a client sent may raise anything
+            if isinstance(problem, EngineGenerateError):  # vLLM's name for a request that broke on its way in
+                problem = problem.__cause__ or problem
             reply.status = problem.status if isinstance(problem, Refusal) else 400
             if isinstance(problem, VLLMServerError):
                 reply.status = create_error_response(problem).error.code
@@ -525,6 +527,11 @@ def parse_body(kind, body: bytes):
         raise Refusal(400, f"the body is no JSON: {error_}") from None
     if not isinstance(values, dict):
         raise Refusal(400, f"the body is a {type(values).__name__}, not a JSON object")
+    if b"\\u" in body:
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Refusal(400, "the body has half of a surrogate pair, which is no text") from None
     return kind.model_validate(values)
 
 
