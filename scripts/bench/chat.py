@@ -5,7 +5,7 @@
 
 direct: `Engine.generate` with token ids. http, stream: the same prompts as chat requests, each over a session
 of its own, from a client in another process. CPU is that of the engine's front-end process, where the server
-runs too (the model computes in a third one); "all" is that of all processes, the client's as well.
+runs too; the model computes in a third one.
 """
 
 import asyncio
@@ -30,6 +30,8 @@ import asyncio, json, sys, httpx
 url, streams, prompts, keys, count = json.loads(sys.argv[1])
 async def main():
     limits = httpx.Limits(max_connections=None)
+    print("ready", flush=True)
+    sys.stdin.readline()
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         todo = iter(range(count))
         async def session(key):
@@ -75,8 +77,9 @@ async def main(args: Args) -> None:
     texts = [f"{number:04d}" for number in range(64)]
     prompts = [encode(tokenizer, render(tokenizer, [{"role": "user", "content": t}], {})) for t in texts]
 
-    async def direct() -> None:
+    async def direct():
         todo = iter(range(args.requests))
+        yield
 
         async def session() -> None:
             for number in todo:
@@ -84,13 +87,17 @@ async def main(args: Args) -> None:
 
         await asyncio.gather(*(session() for _ in range(args.sessions)))
 
-    async def http(stream: bool) -> None:
+    async def http(stream: bool):
         sessions = [server.session(["hermes", ""], 1.0, args.new_tokens) for _ in range(args.sessions)]
         for session in sessions:
             await session.__aenter__()
         keys = [session.key for session in sessions]
         told = json.dumps([server.url, stream, texts, keys, args.requests])
-        client = await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, told)
+        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        client = await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, told, **pipes)
+        assert await client.stdout.readline() == b"ready\n"
+        yield  # the time starts
+        client.stdin.write(b"go\n")
         assert await client.wait() == 0
         tokens = [turn.completion.token_ids for session in sessions for turn in session.recorder.turns]
         assert len(tokens) == args.requests and {len(ids) for ids in tokens} == {args.new_tokens}
@@ -102,8 +109,10 @@ async def main(args: Args) -> None:
     core = [child for child in psutil.Process().children() if "EngineCore" in " ".join(child.cmdline())]
     for number in range(args.rounds + 1):
         for kind, run in kinds.items():
+            stages = run()
+            await anext(stages)
             own, computing, start = time.process_time(), cpu(core), time.perf_counter()
-            await run()
+            await anext(stages, None)
             wall, own = time.perf_counter() - start, time.process_time() - own
             if number:  # the first round warms up
                 rows[kind].append((own, cpu(core) - computing, wall))
@@ -115,7 +124,9 @@ async def main(args: Args) -> None:
             "front_end_cpu_ms": own * ms, "engine_core_cpu_ms": computing * ms, "requests_per_s": args.requests / wall,
         }  # fmt: skip
     alone = sum(figures["direct"][name] for name in ("front_end_cpu_ms", "engine_core_cpu_ms"))
-    print(f"{args.model}: {args.requests} requests x {args.new_tokens} tokens, {args.sessions} sessions at once")
+    print(
+        f"{args.model}: {args.requests} requests x {args.new_tokens} tokens, {args.sessions} sessions at once"
+    )
     for kind, row in figures.items():
         row["server_cpu_ms"] = row["front_end_cpu_ms"] - figures["direct"]["front_end_cpu_ms"]
         row["server_share_of_direct"] = row["server_cpu_ms"] / alone
