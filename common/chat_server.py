@@ -30,6 +30,12 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.openai.responses.utils import (
+    construct_chat_messages_with_tool_call,
+    construct_tool_dicts,
+)
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMServerError
@@ -60,7 +66,8 @@ REFUSED = {
     "use_beam_search": False, "echo": False, "continue_final_message": False, "add_generation_prompt": True,
     "add_special_tokens": False, "structured_outputs": None, "prompt_logprobs": None,
     "logprob_token_ids": None, "truncate_prompt_tokens": None, "kv_transfer_params": None,
-    "ec_transfer_params": None, "vllm_xargs": None,
+    "ec_transfer_params": None, "vllm_xargs": None, "background": False, "truncation": "disabled",
+    "previous_input_messages": None,
 }  # fmt: skip
 EXCHANGE: contextvars.ContextVar["Exchange"] = contextvars.ContextVar("exchange")
 
@@ -160,45 +167,52 @@ class Session:
                 with contextlib.suppress(asyncio.CancelledError, EnvError):
                     await task  # the agent's process is gone before its session is
 
-    def check(self, request: ChatCompletionRequest) -> None:
-        """Refuses what a recorded reply can't honour, and warns once of what is pinned. Cuts the request to
-        what is left; tool calls come back in the words in which they went out."""
-        refused = [name for name, fine in REFUSED.items() if getattr(request, name) not in (None, fine)]
-        if request.response_format is not None and request.response_format.type != "text":
+    def check(self, request: ChatCompletionRequest | ResponsesRequest) -> None:
+        """Refuses what a recorded reply can't honour, and warns once of what is pinned."""
+        asked = {
+            name: value for name, value in request if value is not None
+        }  # the two wires differ in fields
+        refused = [name for name, fine in REFUSED.items() if asked.get(name, fine) != fine]
+        form = request.text and request.text.format if "text" in asked else asked.get("response_format")
+        if form is not None and form.type != "text":
             refused.append("response_format")
         if request.tool_choice not in (None, "none", "auto"):
             refused.append("tool_choice")
         if refused:
             where = "a recorded reply is the policy's own, without a grammar; /judge/v1 honours it"
             raise Refusal(400, f"{', '.join(refused)}: not supported here: {where}")
-        if not 1 <= (request.n or 1) <= MAX_CHOICES:
-            raise Refusal(400, f"n is {request.n}, use 1 to {MAX_CHOICES}")
+        if not 1 <= asked.get("n", 1) <= MAX_CHOICES:
+            raise Refusal(400, f"n is {asked['n']}, use 1 to {MAX_CHOICES}")
         run = PINNED | {"temperature": self.temperature}
-        pinned = [name for name, own in run.items() if getattr(request, name) not in (None, own)]
-        if request.seed is not None and current_platform.is_cpu():
+        pinned = [name for name, own in run.items() if asked.get(name, own) != own]
+        if "seed" in asked and current_platform.is_cpu():
             pinned.append("seed")
         if pinned and "warning" not in self.info:
             self.info["warning"] = f"pinned to the run's values: {', '.join(pinned)}"
             LOG.warning("a ChatAgent asked otherwise, %s", self.info["warning"])
-        for message in request.messages:
+
+    def restore_arguments(self, messages: list[dict]) -> None:
+        """Tool calls come back in the words in which they went out."""
+        for message in messages:
             for call in message.get("tool_calls") or []:
                 sent = self.arguments.get(call.get("id"))
                 if sent is not None and same_json(sent, call["function"].get("arguments")):
                     call["function"]["arguments"] = sent
 
-    async def place(self, handler, exchange: Exchange, request: ChatCompletionRequest, prompt: dict) -> None:
-        """Puts the exact ids of a conversation that goes on in the place of the rendered ones."""
+    async def place(self, exchange: Exchange, prompt: dict, render) -> None:
+        """Puts the exact ids of a conversation that goes on in the place of the rendered ones. `render` gives
+        the conversation with more messages at its end as the template writes it."""
         exchange.parent, delta = self.recorder.place(prompt["prompt"])
         exchange.context_ids = list(prompt["prompt_token_ids"])
         if exchange.parent:
             exchange.context_ids = encode(self.server.tokenizer, delta)
             prompt["prompt_token_ids"] = exchange.parent.ids + exchange.context_ids
-        exchange.request, exchange.prompt = request, prompt["prompt"]
+        exchange.render, exchange.prompt = render, prompt["prompt"]
         exchange.room = self.server.engine.max_model_len - len(prompt["prompt_token_ids"])
         if exchange.room < 1:
             raise Refusal(400, f"the context is full: {len(prompt['prompt_token_ids'])} tokens")
         if self.closing is None:
-            text = await handler.render_text(request, {"role": "assistant", "content": STAND_IN})
+            text = await render([{"role": "assistant", "content": STAND_IN}])
             self.closing = text.rpartition(STAND_IN)[2]
 
     def record(self, exchange: Exchange, index: int, output) -> None:
@@ -213,6 +227,16 @@ class Session:
         turn.texts.add(exchange.prompt + decode(said) + self.closing)
         exchange.turns[index] = turn
         self.recorder.turns.append(turn)
+
+    async def deliver(self, exchange: Exchange, index: int, reply: list[dict]) -> None:
+        """The reply as the client gets it, and so how the template will write it: parsed, without special
+        tokens, cut at a stop string."""
+        for message in reply:
+            for call in message.get("tool_calls") or []:
+                self.arguments[call["id"]] = call["function"]["arguments"]
+        text = await exchange.render(reply)
+        if text.endswith(self.closing):
+            exchange.turns[index].texts.add(text)
 
 
 def same_json(text: str, other) -> bool:
@@ -266,30 +290,43 @@ class Client:
 
 
 class Recording:
-    """What a recorded session adds to one of vLLM's chat handlers."""
+    """What a recorded session adds to one of vLLM's handlers."""
 
+    def renderer_of(self, request, messages: list[dict], tools: list[dict] | None):
+        params = request.build_chat_params(self.chat_template, self.chat_template_content_format)
+        params = params.with_defaults(
+            self.online_renderer.default_chat_template_kwargs | {"tools": tools, "tokenize": False}
+        )
+        params.chat_template_kwargs["add_generation_prompt"] = False
+
+        async def render(reply: list[dict]) -> str:
+            copy = json.loads(json.dumps([*messages, *reply]))  # rendering parses arguments in place
+            _, prompt = await self.renderer.render_messages_async(copy, params)
+            return prompt["prompt"]
+
+        return render
+
+    async def deliver(self, exchange: Exchange, index: int, reply: list[dict]) -> None:
+        if not exchange.judge:
+            await exchange.session.deliver(exchange, index, reply)
+
+
+class RecordingChat(Recording, OpenAIServingChat):
     async def render_chat_request(self, request):
         exchange = EXCHANGE.get()
         if exchange.judge:
             return await super().render_chat_request(request)
         exchange.session.check(request)
-        rest = {"max_tokens": request.max_tokens, "max_completion_tokens": request.max_completion_tokens}
-        request.max_tokens = request.max_completion_tokens = None  # a bound, also above the room that is left
+        exchange.session.restore_arguments(request.messages)
+        bounds = request.max_tokens, request.max_completion_tokens
+        request.max_tokens = request.max_completion_tokens = None  # bounds may be above the room that is left
         rendered = await super().render_chat_request(request)
-        request.max_tokens, request.max_completion_tokens = rest.values()
+        request.max_tokens, request.max_completion_tokens = bounds
         if not isinstance(rendered, ErrorResponse):
-            await exchange.session.place(self, exchange, request, rendered[1][0])
+            tools = [tool.model_dump() for tool in request.tools] if request.tools else None
+            render = self.renderer_of(request, request.messages, tools)
+            await exchange.session.place(exchange, rendered[1][0], render)
         return rendered
-
-    async def render_text(self, request, reply: dict) -> str:
-        """The conversation with `reply` at its end, as the template writes it."""
-        tools = [tool.model_dump() for tool in request.tools] if request.tools else None
-        ended = request.model_copy(update={"add_generation_prompt": False})
-        params = ended.build_chat_params(self.chat_template, self.chat_template_content_format)
-        params = params.with_defaults(self.default_chat_template_kwargs | {"tools": tools, "tokenize": False})
-        messages = json.loads(json.dumps([*request.messages, reply]))  # rendering parses arguments in place
-        _, prompt = await self.renderer.render_messages_async(messages, params)
-        return prompt["prompt"]
 
     async def create_chat_completion(self, request, raw_request=None):
         exchange = EXCHANGE.get()
@@ -299,7 +336,7 @@ class Recording:
         if not isinstance(result, ChatCompletionResponse):
             return self.watch(exchange, result)
         for choice in result.choices:
-            await self.deliver(exchange, choice.index, choice.message.model_dump(exclude_none=True))
+            await self.deliver(exchange, choice.index, [choice.message.model_dump(exclude_none=True)])
             if choice.message.reasoning is not None:
                 choice.message.reasoning_content = choice.message.reasoning  # its name elsewhere
         return result
@@ -313,23 +350,50 @@ class Recording:
                 message, delta = messages[choice["index"]], choice["delta"]
                 join_delta(message, delta)
                 if choice.get("finish_reason"):
-                    await self.deliver(exchange, choice["index"], message)
+                    await self.deliver(exchange, choice["index"], [message])
                 if "reasoning" in delta:
                     delta["reasoning_content"] = delta["reasoning"]
                     line = f"data: {json.dumps(chunk)}\n\n"
             yield line
 
-    async def deliver(self, exchange: Exchange, index: int, message: dict) -> None:
-        """The reply as the client gets it, and so how the template will write it: parsed, without special
-        tokens, cut at a stop string."""
+
+class RecordingMessages(RecordingChat, AnthropicServingMessages):
+    """Anthropic's wire, which vLLM translates to a chat request and back."""
+
+
+class RecordingResponses(Recording, OpenAIServingResponses):
+    """OpenAI's newer wire, without what it would keep on the server (previous_response_id, background)."""
+
+    async def _render_resolved_response_inputs(self, request, prev_response, **settings):
+        exchange = EXCHANGE.get()
         if exchange.judge:
-            return
-        session = exchange.session
-        for call in message.get("tool_calls") or []:
-            session.arguments[call["id"]] = call["function"]["arguments"]
-        text = await self.render_text(exchange.request, message)
-        if text.endswith(session.closing):
-            exchange.turns[index].texts.add(text)
+            return await super()._render_resolved_response_inputs(request, prev_response, **settings)
+        exchange.session.check(request)
+        bound, request.max_output_tokens = request.max_output_tokens, None
+        rendered = await super()._render_resolved_response_inputs(request, prev_response, **settings)
+        request.max_output_tokens = bound
+        if not isinstance(rendered, ErrorResponse):
+            tools = construct_tool_dicts(request.tools, request.tool_choice)
+            render = self.renderer_of(request, rendered.messages, tools)
+            await exchange.session.place(exchange, rendered.engine_input, render)
+        return rendered
+
+    async def create_responses(self, request, raw_request=None):
+        exchange = EXCHANGE.get()
+        result = await super().create_responses(request, raw_request)
+        if isinstance(result, ErrorResponse):
+            return result
+        if not isinstance(result, ResponsesResponse):
+            return self.watch(exchange, result)
+        await self.deliver(exchange, 0, construct_chat_messages_with_tool_call(result.output))
+        return result
+
+    async def watch(self, exchange: Exchange, events):
+        async for event in events:
+            if event.type in ("response.completed", "response.incomplete"):
+                reply = construct_chat_messages_with_tool_call(event.response.output)
+                await self.deliver(exchange, 0, reply)
+            yield f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
 
 
 def join_delta(message: dict, delta: dict) -> None:
@@ -343,14 +407,6 @@ def join_delta(message: dict, delta: dict) -> None:
             calls.append({"id": call["id"], "type": "function", "function": {"name": "", "arguments": ""}})
         for name in ("name", "arguments"):
             calls[call["index"]]["function"][name] += (call.get("function") or {}).get(name) or ""
-
-
-class RecordingChat(Recording, OpenAIServingChat):
-    pass
-
-
-class RecordingMessages(Recording, AnthropicServingMessages):
-    pass
 
 
 class ChatServer:
@@ -404,12 +460,13 @@ class ChatServer:
             shared = {"request_logger": None, "chat_template": None, "chat_template_content_format": "auto"}
             model = {"model_config": self.client.model_config, "renderer": self.client.renderer}
             renderer = OnlineRenderer(**model, **shared, **parsers)
-            shared |= {"engine_client": self.client, "models": self.models, "response_role": "assistant"}
-            made = {
-                kind.__name__: kind(**shared, **parsers, online_renderer=renderer)
-                for kind in (RecordingChat, RecordingMessages)
+            shared |= {"engine_client": self.client, "models": self.models, "online_renderer": renderer}
+            chat = {"response_role": "assistant"}
+            self.by_parsers[tool_parser, reasoning_parser] = {
+                RecordingChat: RecordingChat(**shared, **parsers, **chat),
+                RecordingMessages: RecordingMessages(**shared, **parsers, **chat),
+                RecordingResponses: RecordingResponses(**shared, **parsers),
             }
-            self.by_parsers[tool_parser, reasoning_parser] = made
         return self.by_parsers[tool_parser, reasoning_parser]
 
     # --- HTTP
@@ -480,7 +537,7 @@ class ChatServer:
         parse, kind, method = WIRES[path.removeprefix("/judge")]
         try:
             request = parse_body(parse, body)
-            result = await getattr(session.handlers[kind.__name__], method)(request)
+            result = await getattr(session.handlers[kind], method)(request)
             if isinstance(result, ErrorResponse):
                 reply.status = result.error.code
                 reply.add(error_body(path, reply.status, result.error.message))
@@ -511,6 +568,7 @@ class ChatServer:
 
 WIRES = {
     "/v1/chat/completions": (ChatCompletionRequest, RecordingChat, "create_chat_completion"),
+    "/v1/responses": (ResponsesRequest, RecordingResponses, "create_responses"),
     "/v1/messages": (AnthropicMessagesRequest, RecordingMessages, "create_messages"),
     "/v1/messages/count_tokens": (AnthropicCountTokensRequest, RecordingMessages, "count_tokens"),
 }

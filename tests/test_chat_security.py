@@ -10,8 +10,10 @@ import pytest
 
 from common.chat_server import MAX_BODY_BYTES
 
-PATHS = ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/judge/v1/chat/completions"]
-GOOD = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+PATHS = ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"]
+PATHS += ["/judge" + path for path in PATHS]
+HI = {"role": "user", "content": "hi"}
+GOOD = {"model": "policy", "messages": [HI], "input": [HI], "max_tokens": 2, "max_output_tokens": 2}
 
 
 @pytest.fixture
@@ -22,14 +24,20 @@ def session(served):
 
 def post(served, path, key, **content) -> httpx.Response:
     headers = {"x-api-key": key} if key is not None else {}
-    return httpx.post(served.server.url + path, headers=headers | content.pop("headers", {}), timeout=60, **content)
+    return httpx.post(
+        served.server.url + path, headers=headers | content.pop("headers", {}), timeout=60, **content
+    )
 
 
 def shape(path: str, response: httpx.Response) -> str:
     """The error's message, wherever this wire has it."""
     body = response.json()
     if "/messages" in path:
-        assert body["type"] == "error" and body["error"]["type"].endswith("_error") or response.status_code == 413
+        assert (
+            body["type"] == "error"
+            and body["error"]["type"].endswith("_error")
+            or response.status_code == 413
+        )
     return body["error"]["message"]
 
 
@@ -73,7 +81,12 @@ def test_a_body_that_is_too_long_is_413(served, session, path):
 
 
 def test_unknown_paths_and_methods_are_errors_with_a_message(served, session):
-    for method, path in (("POST", "/v1/completions"), ("GET", PATHS[0]), ("POST", "/v1/embeddings"), ("GET", "/")):
+    for method, path in (
+        ("POST", "/v1/completions"),
+        ("GET", PATHS[0]),
+        ("POST", "/v1/embeddings"),
+        ("GET", "/"),
+    ):
         response = httpx.request(method, served.server.url + path, headers={"x-api-key": session.key})
         assert response.status_code in (404, 405) and "/v1/chat/completions" in response.text
 
@@ -102,7 +115,9 @@ FIELDS = [
     "allowed_token_ids", "min_tokens", "ignore_eos", "reasoning_effort", "priority", "request_id", "session_id",
     "truncate_prompt_tokens", "prompt_logprobs", "mm_processor_kwargs", "media_io_kwargs", "use_beam_search",
     "skip_special_tokens", "stream_interval", "cache_salt", "repetition_detection", "parallel_tool_calls",
-    "include_reasoning", "return_token_ids", "watermarking", "output_config", "context_management",
+    "include_reasoning", "return_token_ids", "input", "instructions", "text", "previous_response_id", "background",
+    "include", "reasoning", "truncation", "store", "previous_input_messages", "max_output_tokens", "prompt",
+    "watermarking", "output_config", "context_management",
 ]  # fmt: skip
 ROLES = ["system", "user", "assistant", "tool", "developer", "function", "root"]
 
@@ -113,7 +128,11 @@ def fuzzed(chance: random.Random) -> bytes:
     if kind == 0:  # bytes that are no JSON
         text = json.dumps(body).encode()
         cut = chance.randrange(len(text))
-        return text[:cut] + chance.choice([b"", b"\xff\xfe", b"[" * 100_000, b"\x00" * 10, b'"' * 3]) + text[cut + 3 :]
+        return (
+            text[:cut]
+            + chance.choice([b"", b"\xff\xfe", b"[" * 100_000, b"\x00" * 10, b'"' * 3])
+            + text[cut + 3 :]
+        )
     if kind == 1:
         return json.dumps(chance.choice(ODD)).encode()
     for _ in range(chance.randrange(1, 4)):
@@ -124,11 +143,21 @@ def fuzzed(chance: random.Random) -> bytes:
             if chance.random() < 0.5:
                 names = ["tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content", "role"]
                 message[chance.choice(names)] = chance.choice(ODD)
-            body["messages"] = [*(body.get("messages") or []), message]
+            body["messages"] = [*body["messages"], message]
+            item = {
+                "type": chance.choice(["message", "function_call", "function_call_output", "reasoning", 1])
+            }
+            body["input"] = [*body["input"], message, message | item | {"arguments": chance.choice(ODD)}]
         else:
-            call = {"id": chance.choice(ODD), "type": "function", "function": {"name": chance.choice(ODD), "arguments": chance.choice(ODD)}}
+            call = {
+                "id": chance.choice(ODD),
+                "type": "function",
+                "function": {"name": chance.choice(ODD), "arguments": chance.choice(ODD)},
+            }
             body["messages"] += [{"role": "assistant", "content": None, "tool_calls": [call]}]
-            body["tools"] = [{"type": "function", "function": {"name": "f", "parameters": chance.choice(ODD)}}]
+            body["tools"] = [
+                {"type": "function", "function": {"name": "f", "parameters": chance.choice(ODD)}}
+            ]
     return json.dumps(body).encode()
 
 
@@ -145,6 +174,7 @@ def test_ten_thousand_broken_requests_get_an_answer_each_and_the_server_lives(se
                 path, body = chance.choice(PATHS), fuzzed(chance)
                 response = await client.post(path, content=body, headers={"x-api-key": session.key})
                 statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
+                assert b'"code": 5' not in response.content and b"InternalServerError" not in response.content
                 assert 200 <= response.status_code < 500, (number, path, body[:300], response.text[:500])
 
             for start in range(0, count, 500):
@@ -157,7 +187,9 @@ def test_ten_thousand_broken_requests_get_an_answer_each_and_the_server_lives(se
         assert sum(statuses.values()) == 10_000 and statuses[400] > 3_000
         assert post(served, PATHS[0], session.key, json=GOOD).status_code == 200
         segments = session.recorder.segments()
-        assert sum(s.num_actions for s in segments) == sum(len(t.completion.token_ids) for t in session.recorder.turns)
+        assert sum(s.num_actions for s in segments) == sum(
+            len(t.completion.token_ids) for t in session.recorder.turns
+        )
 
 
 def test_cut_connections_leave_no_trace_and_no_hang(served, session):
@@ -186,7 +218,10 @@ def test_256_sessions_at_once_lose_and_cross_nothing(served):
                 headers={"x-api-key": session.key},
             )  # fmt: skip
             assert response.status_code == 200, response.text
-            messages += [response.json()["choices"][0]["message"], {"role": "user", "content": f"Still {number}."}]
+            messages += [
+                response.json()["choices"][0]["message"],
+                {"role": "user", "content": f"Still {number}."},
+            ]
 
     async def all_of_them() -> None:
         limits = httpx.Limits(max_connections=300)

@@ -286,6 +286,34 @@ def test_thinking_comes_apart_from_the_answer_on_both_wires(served, stream):
         assert (thinking.type, thinking.thinking, text.text) == ("thinking", "so so", "yes")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_responses_wire_goes_on_in_one_segment(served, stream):
+    tool = {"type": "function", "name": "calc", "description": "adds", "parameters": CALC["function"]["parameters"]}
+
+    def ask(session, items):
+        client = openai_client(session)
+        asked = {"model": "policy", "input": items, "tools": [tool], "max_output_tokens": 100_000}
+        if not stream:
+            return client.responses.create(**asked)
+        with client.responses.stream(**asked) as events:
+            return events.get_final_response()
+
+    with served.session() as session:
+        items = [user("add")]
+        response = ask(session, items)
+        (call,) = [item for item in response.output if item.type == "function_call"]
+        assert json.loads(call.arguments) == {"sum": "1+2"}
+        items += [item.model_dump(exclude_none=True) for item in response.output]
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "3"})
+        response = ask(session, items)
+        assert response.output_text == "it is 3"
+        segment = only_segment(session)
+        assert response.usage.output_tokens == len("it is 3") + 1
+        with pytest.raises(openai.BadRequestError):
+            openai_client(session).responses.create(model="policy", input="add", background=True)
+    assert sampled(served, segment) == f"{CALL}<|im_end|>it is 3<|im_end|>"
+
+
 # --- Features of the wire
 
 
