@@ -137,6 +137,7 @@ class Recorder:
 
     def __init__(self):
         self.turns: list[Turn] = []
+        self.order: list[list[int]] = []  # which turns each segment has, once `segments` has made them
 
     def place(self, full: str) -> tuple[Turn | None, str]:
         """The turn with the longest conversation that `full` begins with, and the text after what was
@@ -154,14 +155,16 @@ class Recorder:
         """A turn goes on with the segment that ends in its parent. Where another turn did so already, it
         starts a new one, in which what came before is context: no token is trained twice."""
         segments: list[Segment] = []
+        self.order = []
         ends: dict[int, int] = {}  # id of the last turn of a segment -> the segment's index
-        for turn in self.turns:
+        for number, turn in enumerate(self.turns):
             index = ends.pop(id(turn.parent), len(segments))
             before, context_ids = None, turn.context_ids
             if index < len(segments):
                 before = segments[index]
             else:
                 segments.append(None)
+                self.order.append([])
                 context_ids = [*(turn.parent.ids if turn.parent else []), *context_ids]
             sampled = turn.completion
             segments[index] = extend_segment(
@@ -173,6 +176,7 @@ class Recorder:
                 sampled.finish_reason,
             )
             ends[id(turn)] = index
+            self.order[index].append(number)
         return segments
 
 
@@ -202,7 +206,13 @@ async def play_agent(
         return
     if not rollout.segments:
         raise EnvError("no_turns", "run() returned before the policy had said anything")
-    rewards = outcome.reward if isinstance(outcome.reward, list) else [outcome.reward]
+    rewards, count = outcome.reward, len(session.recorder.turns)
+    if not isinstance(rewards, list):
+        rewards = [rewards]
+    elif len(rewards) == count:  # a rollout's rewards are in the order of its segments
+        rewards = [rewards[number] for numbers in session.recorder.order for number in numbers]
+    elif len(rewards) != 1:
+        raise EnvError("bad_reward", f"run() returned {len(rewards)} rewards for {count} replies")
     try:
         rollout.rewards = [check_reward(reward) for reward in rewards]
         score = rollout.reward if outcome.score is None else check_reward(outcome.score)

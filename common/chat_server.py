@@ -17,6 +17,7 @@ import json
 import logging
 import secrets
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import uvicorn
@@ -169,9 +170,7 @@ class Session:
 
     def check(self, request: ChatCompletionRequest | ResponsesRequest) -> None:
         """Refuses what a recorded reply can't honour, and warns once of what is pinned."""
-        asked = {
-            name: value for name, value in request if value is not None
-        }  # the two wires differ in fields
+        asked = {name: value for name, value in request if value is not None}  # each wire has its own fields
         refused = [name for name, fine in REFUSED.items() if asked.get(name, fine) != fine]
         form = request.text and request.text.format if "text" in asked else asked.get("response_format")
         if form is not None and form.type != "text":
@@ -220,11 +219,10 @@ class Session:
         completion, decode = read_completion(output), self.server.tokenizer.decode
         self.server.engine.sampled_tokens += len(completion.token_ids)
         ended = completion.finish_reason == "stop" and not isinstance(output.stop_reason, str)
-        said, end = (
-            (completion.token_ids[:-1], completion.token_ids[-1:]) if ended else (completion.token_ids, [])
-        )
-        turn = Turn(exchange.parent, exchange.context_ids, completion, decode(end), self.closing)
-        turn.texts.add(exchange.prompt + decode(said) + self.closing)
+        length = len(completion.token_ids) - ended
+        said, end = decode(completion.token_ids[:length]), decode(completion.token_ids[length:])
+        turn = Turn(exchange.parent, exchange.context_ids, completion, end, self.closing)
+        turn.texts.add(exchange.prompt + said + self.closing)
         exchange.turns[index] = turn
         self.recorder.turns.append(turn)
 
@@ -264,8 +262,10 @@ class Client:
                 yield output
             return
         session = exchange.session
+        greedy = session.temperature == 0  # all choices are the same, and vLLM samples one only
         sampling = engine.make_sampling(
-            n=asked.n, temperature=session.temperature, stop=asked.stop, stop_token_ids=engine.stop_token_ids,
+            n=1 if greedy else asked.n, temperature=session.temperature,
+            stop=asked.stop, stop_token_ids=engine.stop_token_ids,
             max_tokens=min(asked.max_tokens, session.max_new_tokens, exchange.room),
             top_p=1.0, top_k=0, min_p=0.0,
             repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
@@ -275,6 +275,8 @@ class Client:
         )  # fmt: skip
         parts: dict[int, SimpleNamespace] = {}
         async for output in self.llm.generate(prompt, sampling, f"chat{engine.requests}"):
+            if greedy:
+                output.outputs = [replace(o, index=i) for o in output.outputs for i in range(asked.n)]
             for piece in output.outputs:
                 part = parts.setdefault(piece.index, SimpleNamespace(token_ids=[], ids=[], values=[]))
                 part.token_ids += piece.token_ids
@@ -510,7 +512,8 @@ class ChatServer:
             if gone.done():
                 reply.abandoned = True
                 return Response(status_code=499)
-        gone.cancel()
+        if not gone.cancel():  # the client left at the last moment
+            reply.abandoned = True
         if reply.media_type != "text/event-stream":
             return Response(b"".join(reply.chunks), reply.status, media_type=reply.media_type)
         return StreamingResponse(reply.read(), reply.status, media_type=reply.media_type)

@@ -90,6 +90,18 @@ def test_anthropic_sdk(served):
         assert rollout.invalid is None and rollout.num_actions == rollout.num_sampled > 0
 
 
+@pytest.mark.parametrize("kind", ["LookupEnv", "LookupAgent"])
+def test_a_task_as_an_env_and_as_an_agent_is_the_same_tokens(served, kind):
+    for rollout in play(served, f"{EXAMPLES}lookup.py:{kind}", group_size=4, index=3):
+        (segment,) = rollout.segments
+        first, second = served.tokenizer.decode(segment.token_ids).split("<|im_start|>user\n")[1:]
+        assert (
+            first[:4].isdigit()
+            and second[:4].isdigit()
+            and len(segment.turn_ends) == len(rollout.rewards) == 2
+        )
+
+
 def test_examples_are_short():
     for path in Path(EXAMPLES).glob("*.py"):
         assert len(path.read_text().splitlines()) <= 60, path
@@ -108,7 +120,25 @@ def test_rewards_scores_and_infos_come_back(served, tmp_path):
     assert [len(segment.turn_ends) for segment in rollout.segments] == [2]
 
 
+def test_rewards_of_interleaved_conversations_go_with_their_replies(served, tmp_path):
+    body = "a = await say('one')\nb = await say('two')\nc = await say('one', a, 'x')\nd = await say('two', b, 'x')\n"
+    (rollout,) = play(served, agent_file(tmp_path, body + "return [1, 2, 3, 4]"), 1)
+    assert [len(segment.turn_ends) for segment in rollout.segments] == [2, 2]
+    assert rollout.rewards == [1, 3, 2, 4], "the rewards of a rollout are in the order of its segments"
+
+
+def test_a_greedy_reply_with_several_choices_is_one_said_several_times(served, tmp_path):
+    body = (
+        "messages = [{'role': 'user', 'content': 'count'}]\n"
+        "reply = await client.chat.completions.create(model=ctx.model, messages=messages, n=3)\n"
+        "return Step(reward=len(reply.choices), info={'same': float(len({c.message.content for c in reply.choices}))})"
+    )
+    (rollout,) = play(served, agent_file(tmp_path, body), 1, temperature=0.0)
+    assert rollout.reward == 3 and rollout.info["same"] == 1 and len(rollout.segments) == 3
+
+
 WRONG = {
+    "await say('count')\nreturn [1, 2, 3]": "bad_reward",
     "await say('count')": "bad_reward",
     "await say('count')\nreturn float('nan')": "bad_reward",
     "await say('count')\nreturn 'good'": "bad_reward",
