@@ -27,7 +27,7 @@ def test_an_agent_is_trained_like_an_environment(tmp_path, algorithm):
     ]
     flags += ["--output-dir", str(tmp_path / "run"), *BATCH.get(algorithm, ["--prompts-per-step", "16"])]
     command = [sys.executable, "-m", f"algos.{algorithm}", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]

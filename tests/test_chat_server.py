@@ -145,6 +145,32 @@ def test_the_first_chunk_leaves_before_the_engine_has_finished(served, path, ask
     assert 0 in recorded
 
 
+def test_a_reply_over_a_refit_has_the_version_of_each_token(served):
+    """What a refit does to a reply that streams: a pause, a new label, and on."""
+
+    async def relabel(version: str) -> None:
+        await served.engine.pause()
+        await served.engine.llm.update_weight_version(version)
+        await served.engine.resume()
+
+    versions: list[int] = []
+    for _ in range(5):  # on a busy machine the reply may be over too soon
+        with served.session() as session:
+            chunks = openai_client(session).chat.completions.create(
+                model="policy", messages=[user("count")], stream=True
+            )
+            text = next(chunks).choices[0].delta.content or ""
+            served.call(relabel("1"))
+            text += "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            segment = only_segment(session)
+        served.call(relabel("0"))
+        versions = segment.versions[segment.action_mask].tolist()
+        assert text == COUNT and versions == sorted(versions)
+        if set(versions) == {0, 1}:
+            break
+    assert set(versions) == {0, 1} and len(versions) == len(COUNT) + 1
+
+
 # --- Conversations that go on
 
 
@@ -259,7 +285,7 @@ def test_two_tool_calls_in_one_reply(served):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_thinking_comes_apart_from_the_answer_on_both_wires(served, stream):
-    with served.session(parsers=("hermes", "deepseek_r1")) as session:
+    with served.session(parsers=("hermes", "qwen3")) as session:
         client = openai_client(session)
         if stream:
             reasoning = answer = ""
@@ -288,7 +314,12 @@ def test_thinking_comes_apart_from_the_answer_on_both_wires(served, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_responses_wire_goes_on_in_one_segment(served, stream):
-    tool = {"type": "function", "name": "calc", "description": "adds", "parameters": CALC["function"]["parameters"]}
+    tool = {
+        "type": "function",
+        "name": "calc",
+        "description": "adds",
+        "parameters": CALC["function"]["parameters"],
+    }
 
     def ask(session, items):
         client = openai_client(session)
@@ -419,6 +450,9 @@ def test_the_judge_is_the_same_engine_and_leaves_no_trace(served):
             extra_body={"structured_outputs": {"choice": ["good", "bad"]}},
         )  # fmt: skip
         assert reply.choices[0].message.content in ("good", "bad"), "a grammar is honoured here"
+        forced = {"tools": [CALC], "tool_choice": {"type": "function", "function": {"name": "calc"}}}
+        reply = judge.chat.completions.create(model="policy", messages=[user("add")], max_tokens=80, **forced)
+        assert reply.choices[0].message.tool_calls[0].function.name == "calc"
         assert not session.recorder.turns and not session.info
 
 

@@ -6,6 +6,7 @@ The oracle keeps each conversation's ids itself and imports nothing from the rec
 """
 
 import contextlib
+import itertools
 import json
 import random
 from types import SimpleNamespace
@@ -63,9 +64,15 @@ class RandomEngine:
 
     def say(self, seed: int) -> tuple[list[int], str]:
         chance = random.Random(seed)
-        call = '{"name": "calc", "arguments": %s}' % chance.choice(
-            ['{"sum":"1+2"}', '{"sum": "3"}', '{ "a" : 1,"b":[2] }', '{"b":1, "a":2}', '{"a": bad}', "{}"]
-        )
+        arguments = [
+            '{"sum":"1+2"}',
+            '{"sum": "3"}',
+            '{ "a" : 1,"b":[2] }',
+            '{"b":1, "a":2}',
+            '{"a": bad}',
+            "{}",
+        ]
+        call = '{"name": "calc", "arguments": ' + chance.choice(arguments) + "}"
         text = chance.choice(["", "<k>so</k>"]) + chance.choice(
             ["", "a", " b ", "user", "\n", "the end", "<k>"]
         )
@@ -89,7 +96,7 @@ class RandomEngine:
             cuts = [*range(0, len(ids), 3), len(ids)] if stream else [0, len(ids)]
             if len(cuts) == 1 or len(ids) == 0:
                 cuts = [0, 0]
-            for start, end in zip(cuts, cuts[1:]):
+            for start, end in itertools.pairwise(cuts):
                 last = end == len(ids)
                 flat = FlatLogprobs()
                 for token in ids[start:end]:
@@ -139,6 +146,10 @@ def post(served, session, body: dict, wire: str = "/v1/chat/completions", **head
         for choice in json.loads(line[6:])["choices"]:
             delta = choice["delta"]
             message["content"] += delta.get("content") or ""
+            if delta.get("reasoning_content"):
+                message["reasoning_content"] = (
+                    message.get("reasoning_content", "") + delta["reasoning_content"]
+                )
             for call in delta.get("tool_calls", []):
                 calls = message.setdefault("tool_calls", [])
                 if call["index"] == len(calls):
@@ -218,7 +229,7 @@ def test_every_prompt_is_the_recorded_prefix_and_every_sampled_token_is_trained_
                 assert again == sent[which][1] and len(engine.requests) == before
                 continue
             if action == "resample" and which in sent:
-                post(served, session, sent[which][0])
+                sent[which] = sent[which][0], post(served, session, sent[which][0])
                 (prompt_ids, _) = engine.requests[-1]
                 assert prompt_ids == prompts[which], "the same prompt, and a sample of its own"
                 continue
@@ -386,3 +397,35 @@ def test_broken_json_from_the_model_reaches_the_client_and_goes_on(served):
         prompt_ids, sampled_ids = engine.requests[0]
         assert engine.requests[1][0][: len(prompt_ids + sampled_ids)] == prompt_ids + sampled_ids
         assert len(session.recorder.segments()) == 1
+
+
+@pytest.mark.parametrize("text", ["<think>so so</think>yes", "<think></think>", "yes", "a<think>b</think>c"])
+def test_thinking_streams_as_it_comes_whole_whatever_the_chunks(served, text):
+    """Under load vLLM puts several tokens into a chunk; here it is three at a time."""
+    with random_engine(served) as engine, served.session(parsers=("hermes", "qwen3")) as session:
+        ids = [*served.tokenizer.encode(text, add_special_tokens=False), served.tokenizer.eos_token_id]
+        engine.say = lambda _: (ids, "stop")
+        messages = [{"role": "user", "content": "q"}]
+        whole = post(served, session, {"messages": messages})
+        streamed = post(served, session, {"messages": messages, "stream": True})
+        assert (streamed["content"] or None, streamed.get("reasoning_content")) == (
+            whole["content"] or None,
+            whole.get("reasoning_content"),
+        )
+
+
+@pytest.mark.parametrize("text", [
+    '<tool_call>{"name": "calc", "arguments": {"sum": "1+2"}}</tool_call>',
+    'so: <tool_call>\n{"name": "calc", "arguments": {"sum":"1+2"}}\n</tool_call>',
+    '<tool_call>{"name": "calc", "arguments": {}}</tool_call><tool_call>{"name": "b", "arguments": {"x": [1]}}</tool_call>',
+])  # fmt: skip
+def test_tool_calls_stream_as_they_come_whole_whatever_the_chunks(served, text):
+    with random_engine(served) as engine, served.session() as session:
+        ids = [*served.tokenizer.encode(text, add_special_tokens=False), served.tokenizer.eos_token_id]
+        engine.say = lambda _: (ids, "stop")
+        body = {"messages": [{"role": "user", "content": "q"}], "tools": [CALC], "tool_choice": "auto"}
+        whole, streamed = (post(served, session, body | {"stream": stream}) for stream in (False, True))
+        assert [
+            (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in streamed["tool_calls"]
+        ] == [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in whole["tool_calls"]]
+        assert (streamed["content"] or "").strip() == (whole["content"] or "").strip()
