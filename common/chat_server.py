@@ -17,7 +17,8 @@ import json
 import logging
 import secrets
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import uvicorn
@@ -51,9 +52,8 @@ from common.rollout import read_completion
 LOG = logging.getLogger("instar.chat")
 MODEL = "policy"
 MAX_BODY_BYTES, BODY_TIMEOUT_S, MAX_CHOICES = 16 << 20, 30.0, 128
-STAND_IN = (
-    "instar-stand-in-for-a-reply"  # rendered once a session, to see what the template puts after a reply
-)
+# Rendered once a session, to see what the template puts after a reply.
+STAND_IN = "instar-stand-in-for-a-reply"
 
 # What would change the policy's distribution is pinned to the run's values, with a warning.
 PINNED = {
@@ -81,13 +81,18 @@ class Refusal(ValueError):
         self.status = status
 
 
+@dataclass
 class Exchange:
     """One request on its way through vLLM's handlers, which find it in the context variable."""
 
-    def __init__(self, session: "Session", judge: bool):
-        self.session, self.judge = session, judge
-        self.parent: Turn | None = None
-        self.turns: dict[int, Turn] = {}  # by choice
+    session: "Session"
+    judge: bool
+    parent: Turn | None = None  # the turn that the conversation goes on from
+    context_ids: list[int] = field(default_factory=list)  # what comes after it
+    prompt: str = ""  # all of it as the template writes it
+    room: int = 0  # tokens that are left for the reply
+    render: Callable | None = None  # the template's text of the conversation with more messages
+    turns: dict[int, Turn] = field(default_factory=dict)  # the recorded replies by choice
 
 
 class Reply:
@@ -153,6 +158,10 @@ class Session:
             task.cancel()
         if self.failed.done() and not self.failed.cancelled():
             self.failed.exception()  # it was raised where it happened; asyncio need not repeat it
+
+    def fail(self, error: EngineDeadError) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
 
     async def unless_it_failed(self, coroutine):
         """The coroutine's result, or the engine's error as soon as there is one."""
@@ -256,12 +265,22 @@ class Client:
     async def generate(self, prompt: dict, asked, request_id: str, **settings):
         exchange, engine = EXCHANGE.get(), self.engine
         engine.requests += 1
+        name = f"chat{engine.requests}"  # a client may have chosen `request_id`
         if exchange.judge:
             asked.seed = None if current_platform.is_cpu() else asked.seed  # it kills vLLM's CPU engine
-            async for output in self.llm.generate(prompt, asked, f"judge{engine.requests}", **settings):
+            outputs = self.llm.generate(prompt, asked, name, **settings)
+        else:
+            outputs = self.record(exchange, asked, prompt, name)
+        try:
+            async for output in outputs:
                 yield output
-            return
-        session = exchange.session
+        except EngineDeadError as dead:
+            exchange.session.fail(dead)  # vLLM would only tell the client of a stream
+            raise
+
+    async def record(self, exchange: "Exchange", asked, prompt: dict, name: str):
+        """The run's sampling, and each choice on record as soon as it is finished."""
+        engine, session = self.engine, exchange.session
         greedy = session.temperature == 0  # all choices are the same, and vLLM samples one only
         sampling = engine.make_sampling(
             n=1 if greedy else asked.n, temperature=session.temperature,
@@ -274,7 +293,7 @@ class Client:
             skip_special_tokens=asked.skip_special_tokens, stream_interval=asked.stream_interval,
         )  # fmt: skip
         parts: dict[int, SimpleNamespace] = {}
-        async for output in self.llm.generate(prompt, sampling, f"chat{engine.requests}"):
+        async for output in self.llm.generate(prompt, sampling, name):
             if greedy:
                 output.outputs = [replace(o, index=i) for o in output.outputs for i in range(asked.n)]
             for piece in output.outputs:
@@ -552,8 +571,7 @@ class ChatServer:
                 async for chunk in result:
                     reply.add(chunk.encode())
         except EngineDeadError as dead:
-            if not session.failed.done():
-                session.failed.set_exception(dead)
+            session.fail(dead)
             reply.status = 500
             reply.add(error_body(path, 500, str(dead)))
         except Exception as problem:  # a template, a parser, or what a client sent may raise anything

@@ -3,9 +3,15 @@ conversations by heart, so that it calls tools, thinks and counts."""
 
 import asyncio
 import contextlib
+import itertools
+import random
 import threading
+from types import SimpleNamespace
 
 import torch
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
 
 from algos.sft import encode_conversation, sft_loss
 from common.chat_server import open_server
@@ -99,3 +105,82 @@ class Served:
         self.call(self.server.stop())
         self.engine.llm.shutdown()
         self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+class RandomEngine:
+    """vLLM's AsyncLLM with another `generate`: texts as `say` gives them, tokenised letter by letter, so that
+    "user" is four tokens where the tokenizer would make one. `requests` has (prompt ids, sampled ids)."""
+
+    def __init__(self, llm, tokenizer):
+        self.llm, self.tokenizer, self.requests = llm, tokenizer, []
+
+    def __getattr__(self, name):
+        return getattr(self.llm, name)
+
+    def say(self, seed: int) -> tuple[list[int], str]:
+        chance = random.Random(seed)
+        arguments = [
+            '{"sum":"1+2"}',
+            '{"sum": "3"}',
+            '{ "a" : 1,"b":[2] }',
+            '{"b":1, "a":2}',
+            '{"a": bad}',
+            "{}",
+        ]
+        call = '{"name": "calc", "arguments": ' + chance.choice(arguments) + "}"
+        text = chance.choice(["", "<k>so</k>"]) + chance.choice(
+            ["", "a", " b ", "user", "\n", "the end", "<k>"]
+        )
+        for _ in range(chance.choice([0, 0, 0, 1, 2])):
+            text += (
+                f"<tool_call>{chance.choice(['', chr(10)])}{call}{chance.choice(['', chr(10)])}</tool_call>"
+            )
+        ids = [token for letter in text for token in self.tokenizer.encode(letter, add_special_tokens=False)]
+        if chance.random() < 0.1:
+            ids.append(
+                self.tokenizer.convert_tokens_to_ids("<|im_start|>")
+            )  # special, so the client never sees it
+        finish = chance.choice(["stop", "stop", "stop", "length"])
+        return ids + ([self.tokenizer.eos_token_id] if finish == "stop" else []), finish
+
+    async def generate(self, prompt, sampling, request_id, **_):
+        stream = sampling.output_kind == RequestOutputKind.DELTA
+        prompt_ids = list(prompt["prompt_token_ids"])
+        outputs = []
+        for index in range(sampling.n):
+            ids, finish = self.say(len(self.requests))
+            self.requests.append((prompt_ids, ids))
+            cuts = [*range(0, len(ids), 3), len(ids)] if stream else [0, len(ids)]
+            if len(cuts) == 1 or len(ids) == 0:
+                cuts = [0, 0]
+            for start, end in itertools.pairwise(cuts):
+                last = end == len(ids)
+                flat = FlatLogprobs()
+                for token in ids[start:end]:
+                    flat.append_fast([token], [-0.25], iter([1]), [self.tokenizer.decode([token])])
+                body = ids[start : end - (last and finish == "stop")]
+                text = self.tokenizer.decode(body, skip_special_tokens=True)
+                spans = [SimpleNamespace(version="4", start=0, end=len(ids))] if last else None
+                output = CompletionOutput(
+                    index, text, ids[start:end], None, flat, finish_reason=finish if last else None,
+                    weight_versions=spans,
+                )  # fmt: skip
+                if stream:
+                    yield RequestOutput(request_id, None, prompt_ids, None, [output], last)
+                else:
+                    outputs.append(output)
+        if not stream:
+            yield RequestOutput(request_id, None, prompt_ids, None, outputs, True)
+
+
+@contextlib.contextmanager
+def random_engine(served, template: str | None = None):
+    """The server with a RandomEngine in place of its engine, and with another chat template."""
+    client, tokenizer = served.server.client, served.engine.llm.renderer.tokenizer
+    own, real = tokenizer.chat_template, client.llm
+    client.llm = RandomEngine(real, served.tokenizer)
+    tokenizer.chat_template = template or own
+    try:
+        yield client.llm
+    finally:
+        client.llm, tokenizer.chat_template = real, own

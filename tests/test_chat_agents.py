@@ -8,11 +8,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from common.env import EnvFlags
 from common.envs.pool import EnvPool
 from common.rollout import rollout_group
 from common.sample import Rollout
+from tests.chat import random_engine
 
 EXAMPLES = "scripts/examples/"
 
@@ -168,6 +170,20 @@ def test_agents_run_outside_the_engines_process_and_without_its_settings(served,
     assert len({first.info["pid"], second.info["pid"], str(os.getpid())}) == 3
     assert not [name for name in first.info["env"] if name.startswith("VLLM_")]
     assert first.info["env"]["RAY_AUTH_TOKEN"] != os.environ["RAY_AUTH_TOKEN"], "Ray is the run's own"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies_ends_the_run_instead_of_costing_rollouts(served, tmp_path, stream):
+    def die(_):
+        raise EngineDeadError
+
+    body = "messages = [{'role': 'user', 'content': 'count'}]\n"
+    body += f"await client.chat.completions.create(model=ctx.model, messages=messages, stream={stream})\n"
+    with random_engine(served) as engine:
+        engine.say = die
+        with pytest.raises(EngineDeadError):
+            play(served, agent_file(tmp_path, body + "await asyncio.sleep(60)\nreturn 1.0"), 1)
+    assert not served.server.sessions
 
 
 def test_a_slow_agent_blocks_nobody(served, tmp_path):
