@@ -210,11 +210,13 @@ class Session:
     async def place(self, exchange: Exchange, prompt: dict, render) -> None:
         """Puts the exact ids of a conversation that goes on in the place of the rendered ones. `render` gives
         the conversation with more messages at its end as the template writes it."""
+        if prompt["type"] != "token":
+            raise Refusal(400, "images are not recorded yet; /judge/v1 takes them where the model does")
         exchange.parent, delta = self.recorder.place(prompt["prompt"])
-        exchange.context_ids = list(prompt["prompt_token_ids"])
-        if exchange.parent:
-            exchange.context_ids = encode(self.server.tokenizer, delta)
-            prompt["prompt_token_ids"] = exchange.parent.ids + exchange.context_ids
+        # encoded here for a new conversation too: vLLM's wires differ in whether they add a first token
+        exchange.context_ids = encode(self.server.tokenizer, delta)
+        before = exchange.parent.ids if exchange.parent else []
+        prompt["prompt_token_ids"] = before + exchange.context_ids
         exchange.render, exchange.prompt = render, prompt["prompt"]
         exchange.room = self.server.engine.max_model_len - len(prompt["prompt_token_ids"])
         if exchange.room < 1:
