@@ -1,6 +1,18 @@
-"""The boundary between messages and tokens: what a conversation is as ids. Sampled ids stay as they are."""
+"""The boundary between messages and tokens: what a conversation is as ids. Sampled ids stay as they are.
 
+`ChatAgent` is an episode that is a program of its own; `chat_server.py` is whom it speaks to.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from common.env import Env, Step
 from common.envs.pool import EnvError
+from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
+
+if TYPE_CHECKING:
+    from common.rollout import Completion
 
 
 def render(tokenizer, messages: list[dict], template_args: dict) -> str:
@@ -38,3 +50,174 @@ def next_context(
         return encode(tokenizer, full), True
     delta = full[len(rendered + action) :]
     return encode(tokenizer, delta.removeprefix(sampled_end)), False
+
+
+# --- An agent that is a program of its own
+
+
+@dataclass
+class ChatContext:
+    """What `ChatAgent.run` gets. The key is this episode's; the server is on this machine."""
+
+    task: dict
+    base_url: str  # for OpenAI's SDK, ends in /v1
+    api_key: str
+    model: str
+    max_tokens: int  # a reply is cut there at the latest, whatever a request asks for
+    system_prompt: str | None  # of --system-prompt
+
+    @property
+    def anthropic_url(self) -> str:
+        """For Anthropic's SDK, which adds /v1 itself."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
+    def judge_url(self) -> str:
+        """For OpenAI's SDK. What is said there is sampled as it is asked for, and never trained on."""
+        return f"{self.anthropic_url}/judge/v1"
+
+
+class ChatAgent(Env):
+    """An episode that is a program: `run` speaks to the policy with OpenAI's or Anthropic's SDK, as often as
+    it likes, and returns the reward.
+
+        class Parity(ChatAgent):
+            def tasks(self, split):
+                return [{"number": n} for n in range(100)]
+
+            async def run(self, ctx):
+                client = AsyncOpenAI(base_url=ctx.base_url, api_key=ctx.api_key)
+                question = {"role": "user", "content": f"Is {ctx.task['number']} even or odd?"}
+                reply = await client.chat.completions.create(model=ctx.model, messages=[question])
+                right = "odd" if ctx.task["number"] % 2 else "even"
+                return float(right in reply.choices[0].message.content.lower())
+
+    `run` may be a plain method; it runs in a process of its own. It returns a number, a list (the reward of
+    each reply in the order in which they were sampled), or a `Step` with a score and infos besides.
+    """
+
+    max_turns = 0  # not played turn by turn
+    tool_parser = "hermes"  # vLLM's names of how this model writes tool calls and thinking; "" for not at all
+    reasoning_parser = ""
+
+    @abstractmethod
+    def run(self, ctx: ChatContext) -> float | list[float] | Step:
+        """One episode."""
+
+    def reset(self, task: dict) -> str:
+        return ""
+
+    def step(self, action: str) -> Step:
+        raise TypeError("a ChatAgent is run, not stepped")
+
+
+@dataclass
+class Turn:
+    """One reply of the policy in a session's tree of conversations. The ids up to its end are those of its
+    `parent`, then `context_ids`, then what was sampled."""
+
+    parent: "Turn | None"
+    context_ids: list[int]
+    completion: "Completion"
+    sampled_end: str  # the end-of-turn token, if the policy sampled it
+    closing: str = ""  # what the template puts after a reply
+    texts: set[str] = field(default_factory=set)  # how the template may write the conversation up to here
+
+    @property
+    def ids(self) -> list[int]:
+        parts, turn = [], self
+        while turn:
+            parts += [turn.completion.token_ids, turn.context_ids]
+            turn = turn.parent
+        return [i for part in reversed(parts) for i in part]
+
+
+class Recorder:
+    """What the policy said in one session, in time order, and which turn a conversation goes on from."""
+
+    def __init__(self):
+        self.turns: list[Turn] = []
+        self.order: list[list[int]] = []  # which turns each segment has, once `segments` has made them
+
+    def place(self, full: str) -> tuple[Turn | None, str]:
+        """The turn with the longest conversation that `full` begins with, and the text after what was
+        sampled: the template's delta. (None, full) where history is new, or was rewritten."""
+        matches = [
+            (len(t), at) for at, turn in enumerate(self.turns) for t in turn.texts if full.startswith(t)
+        ]
+        if not matches:
+            return None, full
+        length, at = max(matches)
+        turn = self.turns[at]
+        return turn, turn.closing.removeprefix(turn.sampled_end) + full[length:]
+
+    def segments(self) -> list[Segment]:
+        """A turn goes on with the segment that ends in its parent. Where another turn did so already, it
+        starts a new one, in which what came before is context: no token is trained twice."""
+        segments: list[Segment] = []
+        self.order = []
+        ends: dict[int, int] = {}  # id of the last turn of a segment -> the segment's index
+        for number, turn in enumerate(self.turns):
+            index = ends.pop(id(turn.parent), len(segments))
+            before, context_ids = None, turn.context_ids
+            if index < len(segments):
+                before = segments[index]
+            else:
+                segments.append(None)
+                self.order.append([])
+                context_ids = [*(turn.parent.ids if turn.parent else []), *context_ids]
+            sampled = turn.completion
+            segments[index] = extend_segment(
+                before,
+                context_ids,
+                sampled.token_ids,
+                sampled.logprobs,
+                sampled.versions,
+                sampled.finish_reason,
+            )
+            ends[id(turn)] = index
+            self.order[index].append(number)
+        return segments
+
+
+async def play_agent(
+    engine, tokenizer, envs, split: str, index: int, rollout: Rollout, *, temperature: float,
+    max_new_tokens: int, system_prompt: str | None, template_args: dict,
+) -> None:  # fmt: skip
+    """Plays one episode of a `ChatAgent` against this engine's server and fills `rollout`.
+
+    What the agent does wrong is an EnvError; what the engine does is raised as it is.
+    """
+    from common.chat_server import open_server  # needs vLLM, which an agent's process does without
+
+    server = await open_server(engine, tokenizer, template_args)
+    async with server.session(envs.parsers, temperature, max_new_tokens) as session:
+        try:
+            access = session.access | {"system_prompt": system_prompt}
+            outcome = await session.unless_it_failed(envs.run_agent(split, index, access))
+        finally:
+            session.close()
+            try:
+                rollout.segments = session.recorder.segments()
+            except RecordError as error:
+                rollout.fail("bad_record", f"{rollout.rollout_id}: {error}")
+            rollout.info |= session.info
+    if rollout.invalid:
+        return
+    if not rollout.segments:
+        raise EnvError("no_turns", "run() returned before the policy had said anything")
+    rewards, count = outcome.reward, len(session.recorder.turns)
+    if not isinstance(rewards, list):
+        rewards = [rewards]
+    elif len(rewards) == count:  # a rollout's rewards are in the order of its segments
+        rewards = [rewards[number] for numbers in session.recorder.order for number in numbers]
+    elif len(rewards) != 1:
+        raise EnvError("bad_reward", f"run() returned {len(rewards)} rewards for {count} replies")
+    try:
+        rollout.rewards = [check_reward(reward) for reward in rewards]
+        score = rollout.reward if outcome.score is None else check_reward(outcome.score)
+    except RecordError as error:
+        raise EnvError("bad_reward", str(error)) from None
+    rollout.info |= {**outcome.info, "score": score}
+    if outcome.truncated:
+        rollout.segments[-1].finish_reason = "length"

@@ -16,8 +16,13 @@ from pathlib import Path
 
 END_OF_TEXT, TURN_START, TURN_END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"
 CHATML = (
+    "{% if tools %}<|im_start|>system\nTools:"
+    "{% for tool in tools %} {{ tool['function']['name'] }}{% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>\n"
+    '{"name": "{{ call["function"]["name"] }}", "arguments": {{ call["function"]["arguments"] | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -105,9 +110,9 @@ def char_tokenizer():
     """A tokenizer with one token a character: printable ASCII, line feed, four special tokens, four role
     names.
 
-    Any other character becomes `<unk>`. The chat template is ChatML: any role, text only, each turn ended by
-    `<|im_end|>`, the EOS token. A role name is one token, so that prompts stay short. Returns a
-    `PreTrainedTokenizerFast`.
+    Any other character becomes `<unk>`. The chat template is ChatML: any role, text only, tools by their
+    names, tool calls as Hermes has them, each turn ended by `<|im_end|>`, the EOS token. A role name is one
+    token, so that prompts stay short. Returns a `PreTrainedTokenizerFast`.
     """
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE

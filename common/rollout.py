@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
-from common.agent import as_messages, encode, next_context, render
+from common.agent import as_messages, encode, next_context, play_agent, render
 from common.envs.pool import EnvError, EnvPool
 from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
 
@@ -57,6 +57,8 @@ class Completion:
 
 class Engine:
     """vLLM's AsyncLLM with final outputs only. Build it inside a running event loop, then await `start`."""
+
+    chat_server = None  # the task that starts it, once a ChatAgent needs it
 
     def __init__(self, model_path: str, dtype: str, seed: int, flags: EngineFlags, gpus: float):
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -283,6 +285,13 @@ async def rollout_group(
         async with envs.episode(split, index) as (prompt, step):
             await finish(rollout, prepare(prompt), step, None)
 
+    async def program(rollout: Rollout) -> None:
+        await play_agent(
+            engine, tokenizer, envs, split, index, rollout, temperature=temperature,
+            max_new_tokens=max_new_tokens, system_prompt=system_prompt, template_args=template_args,
+        )  # fmt: skip
+        over.add(rollout.rollout_id)
+
     async def limited(episodes, of: list[Rollout]) -> None:
         try:
             async with asyncio.timeout(timeout_s):
@@ -298,7 +307,8 @@ async def rollout_group(
     if envs.max_turns == 1:
         await limited(single_turn(), rollouts)
     else:
-        await asyncio.gather(*(limited(several_turns(rollout), [rollout]) for rollout in rollouts))
+        episode = several_turns if envs.max_turns else program
+        await asyncio.gather(*(limited(episode(rollout), [rollout]) for rollout in rollouts))
     return rollouts
 
 

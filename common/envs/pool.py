@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
+import inspect
 import json
 import os
 import signal
@@ -50,24 +51,24 @@ class Worker:
 
     async def call(self, method: str, **values) -> dict:
         self.send(method, [values])
-        return await self.receive(method)
+        return await self.receive(method, self.timeout_s)
 
     def send(self, method: str, requests: list[dict]) -> None:
         lines = [json.dumps({"method": method} | request) + "\n" for request in requests]
         self.writer.write("".join(lines).encode())
 
-    async def receive(self, method: str) -> dict:
+    async def receive(self, method: str, timeout_s: float | None) -> dict:
         """The answer to the next request. Raises EnvError: env_error (it raised), env_timeout, env_died.
 
         After any error the process is gone: the answer of a cancelled call would pass for that of the next.
         """
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 line = await self.reader.readline()
             answer = json.loads(line) if line.endswith(b"\n") else None
         except TimeoutError:
             self.kill()
-            raise EnvError("env_timeout", f"{method}() was not over after {self.timeout_s} s") from None
+            raise EnvError("env_timeout", f"{method}() was not over after {timeout_s} s") from None
         except OSError:  # the socket broke
             answer = None
         except BaseException:
@@ -97,16 +98,21 @@ class EnvPool:
         fails."""
         self.control, theirs = socket.socketpair()
         path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "RAY_"))}
         self.zygote = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "common.envs.pool", str(theirs.fileno()), spec, json.dumps(asdict(flags)),
             pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL,
-            env={"PYTHONHASHSEED": "0"} | os.environ | {"PYTHONPATH": path},  # sets in one order everywhere
+            env={"PYTHONHASHSEED": "0"} | own | {"PYTHONPATH": path},  # sets in one order everywhere
         )  # fmt: skip
         theirs.close()
         self.timeout_s, self.quick_calls = flags.env_timeout_s, 0
         worker = await self._fork()
         about = await worker.call("about")
-        self.num_tasks, self.max_turns = about["num_tasks"], about["max_turns"]
+        self.num_tasks, self.max_turns, self.parsers = (
+            about["num_tasks"],
+            about["max_turns"],
+            about["parsers"],
+        )
         self.free: asyncio.LifoQueue = asyncio.LifoQueue()  # workers, above places for workers to come
         for _ in range(1, flags.env_workers if self.max_turns == 1 else episodes):
             self.free.put_nowait(None)
@@ -153,7 +159,7 @@ class EnvPool:
             worker.send("grade", [{"split": split, "index": index, "action": a} for a in actions])
             try:
                 for _ in actions:
-                    outcomes.append(Step(**await worker.receive("grade")))
+                    outcomes.append(Step(**await worker.receive("grade", self.timeout_s)))
                 quick = time.monotonic() - start <= QUICK_S * len(actions)
             except EnvError as error:
                 outcomes.append(error)
@@ -202,6 +208,12 @@ class EnvPool:
 
             yield answer["prompt"], step
 
+    async def run_agent(self, split: str, index: int, access: dict) -> Step:
+        """A ChatAgent's whole episode in a worker of its own. Its deadline is the caller's."""
+        async with self.worker() as worker:
+            worker.send("run", [{"split": split, "index": index, "access": access}])
+            return Step(**await worker.receive("run", None))
+
     def close(self) -> None:
         self.control.close()  # the zygote ends, and with it its workers
 
@@ -220,6 +232,10 @@ def plain(value):
     raise TypeError(f"{value!r} is a {type(value).__name__}: give plain values (JSON)")
 
 
+async def within(awaitable):
+    return await awaitable  # asyncio.run takes coroutines only
+
+
 class Server:
     """What a worker does on request: one environment at a time."""
 
@@ -228,18 +244,30 @@ class Server:
 
     def about(self) -> dict:
         num_tasks = {split: len(tasks) for split, tasks in self.tasks.items()}
-        return {"num_tasks": num_tasks, "max_turns": self.make_env().max_turns}
+        env = self.make_env()
+        parsers = None if env.max_turns else [env.tool_parser, env.reasoning_parser]
+        return {"num_tasks": num_tasks, "max_turns": env.max_turns, "parsers": parsers}
 
     def reset(self, split: str, index: int) -> dict:
         self.env = self.make_env()
         return {"prompt": self.env.reset(self.tasks[split][index])}
 
+    def run(self, split: str, index: int, access: dict) -> dict:
+        from common.agent import ChatContext  # it imports this module
+
+        outcome = self.make_env().run(ChatContext(self.tasks[split][index], **access))
+        if inspect.isawaitable(outcome):
+            outcome = asyncio.run(within(outcome))
+        return self.checked("run", outcome if isinstance(outcome, Step) else Step(reward=outcome))
+
     def step(self, action: str) -> dict:
-        step = self.env.step(action)
+        return self.checked("step", self.env.step(action))
+
+    def checked(self, method: str, step: Step) -> dict:
         if not isinstance(step, Step):
-            raise TypeError(f"step() returned a {type(step).__name__}, not a Step")
+            raise TypeError(f"{method}() returned a {type(step).__name__}, not a Step")
         if not isinstance(step.observation, str | None) or not isinstance(step.info, dict):
-            raise TypeError("step() returned an observation that is no text, or an info that is no dict")
+            raise TypeError(f"{method}() returned an observation that is no text, or an info that is no dict")
         return {name: getattr(step, name) for name in Step.__dataclass_fields__}
 
     def grade(self, split: str, index: int, action: str) -> dict:
