@@ -6,9 +6,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface
 
 # Before torch 2.13 it takes fewer heads of keys than of queries without being told.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -20,6 +17,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, sl
     `cu_seq_lens_q`. Returns ([1, N, heads, D], None). Raises NotImplementedError for a model whose attention
     needs more than that. Without ends it is that of rows of one length."""
     if "cu_seq_lens_q" not in kwargs:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     extra = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if extra or (sliding_window and query.dtype == torch.float32):
@@ -46,8 +45,14 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, sl
     return torch.cat(each, dim=1).transpose(0, 1)[None], None
 
 
-AttentionInterface.register(PACKED, packed_attention)
-AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)  # the documents' ends say it all
+def use_packed_attention(model: torch.nn.Module) -> None:
+    """From now on the model takes rows that `pack` laid end to end."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(PACKED, packed_attention)
+    AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)  # the documents' ends say it all
+    model.config._attn_implementation = PACKED
 
 
 @dataclass

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from common.attention import PACKED, pack, packed_attention
+from common.attention import pack, packed_attention, use_packed_attention
 from common.critic import put_value_head, values
 from common.logprobs import LogprobHead
 from common.models import make_tiny
@@ -19,9 +19,10 @@ def models(tmp_path_factory) -> dict:
     """The same weights twice: one that packs, one that does not."""
     path = make_tiny(tmp_path_factory.mktemp("tiny") / "tiny")
     found = {}
-    for kind, attention in (("packed", PACKED), ("padded", "sdpa")):
+    for kind in ("packed", "padded"):
         found[kind] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        found[kind].config._attn_implementation = attention
+        if kind == "packed":
+            use_packed_attention(found[kind])
         found[f"{kind} head"] = LogprobHead(found[kind])
     return found
 
@@ -74,9 +75,10 @@ def test_packed_rows_give_the_values_and_gradients_of_padded_ones(models, rows):
 
 def test_the_critic_packs_as_the_policy_does(tmp_path):
     path, rows, got = make_tiny(tmp_path / "tiny"), [[5, 6, 7, 8], [9], [10, 11]], []
-    for attention in (PACKED, "sdpa"):
+    for packs in (True, False):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        model.config._attn_implementation = attention
+        if packs:
+            use_packed_attention(model)
         critic = put_value_head(model, torch.device("cpu"))
         torch.manual_seed(0)
         torch.nn.init.normal_(critic.get_output_embeddings().weight)
