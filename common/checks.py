@@ -17,7 +17,7 @@ import torch
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
-from common.agent import as_messages, encode, render
+from common.agent import ChatAgent, as_messages, encode, render
 from common.env import EnvFlags
 from common.envs import load_env
 from common.models import load_tokenizer, resolve_model
@@ -90,11 +90,11 @@ def check_path(flag: str, path: str, file: str = "") -> None:
         raise FlagError(f"{flag} {path}: has no {file}; name the folder that has it")
 
 
-def check_env(flag: str, spec: str, flags: EnvFlags) -> tuple[int, list]:
+def check_env(flag: str, spec: str, flags: EnvFlags, engine=None) -> tuple[int, list]:
     """The number of training tasks, and prompts of up to 64 of either split.
 
     Refuses an environment that cannot be loaded, has no tasks, or has a reset() that raises or gives no
-    prompt.
+    prompt; and a ChatAgent that these engine flags do not allow.
     """
     try:
         make_env = load_env(spec, flags)
@@ -110,7 +110,22 @@ def check_env(flag: str, spec: str, flags: EnvFlags) -> tuple[int, list]:
         raise FlagError(f"{flag} {spec}: {type(error).__name__}: {message}") from error
     if empty:
         raise FlagError(f"{flag} {spec}: tasks('{empty[0]}') is empty; give it at least one task")
+    if isinstance(env, ChatAgent):
+        check_agent(f"{flag} {spec}", env, engine)
     return len(tasks["train"]), prompts
+
+
+def check_agent(name: str, agent: ChatAgent, engine) -> None:
+    """Refuses what a ChatAgent cannot be played with."""
+    if agent.max_turns:
+        why = "a ChatAgent is run, not played turn by turn"
+        raise FlagError(f"{name}: max_turns is {agent.max_turns}, but {why}; leave max_turns out")
+    if engine and engine.refit_mode == "abort":
+        why = "a reply that a refit cuts off cannot be sampled again once its agent has seen a part of it"
+        raise FlagError(f"--refit-mode abort with the ChatAgent {name}: {why}; use keep or wait")
+    if engine and engine.record_top_k:
+        why = "the likeliest tokens of an agent's replies are not recorded"
+        raise FlagError(f"--record-top-k {engine.record_top_k} with the ChatAgent {name}: {why}; use 0")
 
 
 def check_group_size(group_size: int) -> None:
@@ -253,9 +268,9 @@ def check_tasks(model: str, env: str, eval_env: str | None, data, engine, max_ne
     """Refuses environments without tasks, models that are not there, and prompts that leave no room for an
     answer (of the first 64 of each split). Returns the number of training tasks."""
     check_context(1, max_new_tokens, engine.max_model_len)
-    num_tasks, prompts = check_env("--env", env, data)
+    num_tasks, prompts = check_env("--env", env, data, engine)
     if eval_env:
-        prompts += check_env("--eval-env", eval_env, data)[1]
+        prompts += check_env("--eval-env", eval_env, data, engine)[1]
     tokenizer, template_args = check_model(model), json.loads(data.chat_template_args)
     try:
         messages = [as_messages(prompt, data.system_prompt) for prompt in prompts]

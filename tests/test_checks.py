@@ -143,6 +143,38 @@ def test_an_environment_that_cannot_work_is_refused(tmp_path, name, parts):
         assert part in str(caught.value)
 
 
+AGENT = """
+from common.agent import ChatAgent
+
+class Fine(ChatAgent):
+    def tasks(self, split):
+        return [{}]
+    def run(self, ctx):
+        return 0.0
+
+class Turns(Fine):
+    max_turns = 4
+"""
+
+
+@pytest.mark.parametrize(
+    "name, flags, parts",
+    [
+        ("Turns", {}, ["max_turns is 4", "leave max_turns out"]),
+        ("Fine", {"refit_mode": "abort"}, ["--refit-mode abort", "use keep or wait"]),
+        ("Fine", {"record_top_k": 5}, ["--record-top-k 5", "use 0"]),
+    ],
+)
+def test_what_an_agent_cannot_be_played_with_is_refused(tmp_path, name, flags, parts):
+    path = tmp_path / "agents.py"
+    path.write_text(AGENT)
+    assert checks.check_env("--env", f"{path}:Fine", EnvFlags(), EngineFlags())[0] == 1
+    with pytest.raises(checks.FlagError) as caught:
+        checks.check_env("--env", f"{path}:{name}", EnvFlags(), EngineFlags(**flags))
+    for part in (f"--env {path}:{name}", *parts):
+        assert part in str(caught.value)
+
+
 def test_suggested_minibatches_work():
     for prompts in range(1, 40):
         for minibatches in range(-1, 45):
