@@ -12,6 +12,7 @@ from common.envs.pool import EnvError
 from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
 
 if TYPE_CHECKING:
+    from common.chat_server import Reply
     from common.rollout import Completion
 
 
@@ -93,7 +94,7 @@ class ChatAgent(Env):
                 return float(right in reply.choices[0].message.content.lower())
 
     `run` may be a plain method; it runs in a process of its own. It returns a number, a list (the reward of
-    each reply in the order in which they were sampled), or a `Step` with a score and infos besides.
+    each reply in the order in which they were asked for), or a `Step` with a score and infos besides.
     """
 
     max_turns = 0  # not played turn by turn
@@ -122,6 +123,9 @@ class Turn:
     sampled_end: str  # the end-of-turn token, if the policy sampled it
     closing: str = ""  # what the template puts after a reply
     texts: set[str] = field(default_factory=set)  # how the template may write the conversation up to here
+    order: tuple[int, int] = (0, 0)  # number of the request, choice; not below the parent's
+    continued: bool = False  # a request has gone on from here
+    reply: "Reply | None" = None  # what the client got of it
 
     @property
     def ids(self) -> list[int]:
@@ -133,31 +137,39 @@ class Turn:
 
 
 class Recorder:
-    """What the policy said in one session, in time order, and which turn a conversation goes on from."""
+    """What the policy said in one session, and which turn a conversation goes on from."""
 
     def __init__(self):
         self.turns: list[Turn] = []
         self.order: list[list[int]] = []  # which turns each segment has, once `segments` has made them
 
     def place(self, full: str) -> tuple[Turn | None, str]:
-        """The turn with the longest conversation that `full` begins with, and the text after what was
-        sampled: the template's delta. (None, full) where history is new, or was rewritten."""
+        """The turn with the longest conversation that `full` begins with, of several the newest from which
+        none has gone on yet, and the text after what was sampled: the template's delta. (None, full) where
+        history is new, or was rewritten."""
         matches = [
-            (len(t), at) for at, turn in enumerate(self.turns) for t in turn.texts if full.startswith(t)
+            (len(text), not turn.continued, at)
+            for at, turn in enumerate(self.turns)
+            for text in turn.texts
+            if full.startswith(text)
         ]
         if not matches:
             return None, full
-        length, at = max(matches)
+        length, _, at = max(matches)
         turn = self.turns[at]
         return turn, turn.closing.removeprefix(turn.sampled_end) + full[length:]
 
     def segments(self) -> list[Segment]:
         """A turn goes on with the segment that ends in its parent. Where another turn did so already, it
-        starts a new one, in which what came before is context: no token is trained twice."""
+        starts a new one, in which what came before is context: no token is trained twice. Turns are in the
+        order of their requests, segments in that of their last turns. Left out is a reply that its client
+        did not wait for, unless another goes on from it: whether it still got on record was chance."""
+        parents = {id(turn.parent) for turn in self.turns}
+        heard = [t for t in self.turns if id(t) in parents or not (t.reply and t.reply.abandoned)]
         segments: list[Segment] = []
         self.order = []
         ends: dict[int, int] = {}  # id of the last turn of a segment -> the segment's index
-        for number, turn in enumerate(self.turns):
+        for number, turn in enumerate(sorted(heard, key=lambda turn: turn.order)):
             index = ends.pop(id(turn.parent), len(segments))
             before, context_ids = None, turn.context_ids
             if index < len(segments):
@@ -177,7 +189,9 @@ class Recorder:
             )
             ends[id(turn)] = index
             self.order[index].append(number)
-        return segments
+        ranks = sorted(range(len(segments)), key=lambda index: self.order[index][-1])
+        self.order = [self.order[index] for index in ranks]
+        return [segments[index] for index in ranks]
 
 
 async def play_agent(
@@ -206,7 +220,7 @@ async def play_agent(
         return
     if not rollout.segments:
         raise EnvError("no_turns", "run() returned before the policy had said anything")
-    rewards, count = outcome.reward, len(session.recorder.turns)
+    rewards, count = outcome.reward, sum(map(len, session.recorder.order))
     if not isinstance(rewards, list):
         rewards = [rewards]
     elif len(rewards) == count:  # a rollout's rewards are in the order of its segments

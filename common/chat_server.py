@@ -37,6 +37,7 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.openai.responses.utils import (
     construct_chat_messages_with_tool_call,
     construct_tool_dicts,
+    should_continue_final_message,
 )
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -70,6 +71,7 @@ REFUSED = {
     "ec_transfer_params": None, "vllm_xargs": None, "background": False, "truncation": "disabled",
     "previous_input_messages": None,
 }  # fmt: skip
+PREFILL = "the last message is the assistant's: a recorded reply is the policy's own from its first token"
 EXCHANGE: contextvars.ContextVar["Exchange"] = contextvars.ContextVar("exchange")
 
 
@@ -86,7 +88,10 @@ class Exchange:
     """One request on its way through vLLM's handlers, which find it in the context variable."""
 
     session: "Session"
+    reply: "Reply"
+    number: int  # of the request, in the order in which they arrived
     judge: bool
+    counts: bool  # asks for the number of tokens only
     parent: Turn | None = None  # the turn that the conversation goes on from
     context_ids: list[int] = field(default_factory=list)  # what comes after it
     prompt: str = ""  # all of it as the template writes it
@@ -101,7 +106,13 @@ class Reply:
 
     def __init__(self):
         self.status, self.media_type, self.chunks = 0, "application/json", []
-        self.news, self.done, self.abandoned = asyncio.Event(), False, False
+        self.news, self.done = asyncio.Event(), False
+        self.sent: int | None = None  # chunks that a client had got when it left, -1: no answer at all
+
+    @property
+    def abandoned(self) -> bool:
+        """Nobody is there who waits for it, and nobody has got the whole of it."""
+        return self.sent is not None and not (self.done and self.sent == len(self.chunks))
 
     def add(self, chunk: bytes) -> None:
         self.chunks.append(chunk)
@@ -121,7 +132,7 @@ class Reply:
                 sent += 1
                 yield self.chunks[sent - 1]
         finally:
-            self.abandoned = not self.done or sent < len(self.chunks)
+            self.sent = sent if self.sent is None else max(self.sent, sent)
 
 
 class Session:
@@ -134,6 +145,7 @@ class Session:
         self.replies: dict[str, list[Reply]] = defaultdict(list)
         self.arguments: dict[str, str] = {}  # of each tool call that went out, by its id
         self.closing: str | None = None
+        self.arrivals = 0
         self.tasks: set[asyncio.Task] = set()
         self.failed = asyncio.get_running_loop().create_future()  # gets the engine's error
 
@@ -186,6 +198,8 @@ class Session:
             refused.append("response_format")
         if request.tool_choice not in (None, "none", "auto"):
             refused.append("tool_choice")
+        if "input" in asked and should_continue_final_message(request.input):
+            raise Refusal(400, PREFILL)
         if refused:
             where = "a recorded reply is the policy's own, without a grammar; /judge/v1 honours it"
             raise Refusal(400, f"{', '.join(refused)}: not supported here: {where}")
@@ -193,7 +207,7 @@ class Session:
             raise Refusal(400, f"n is {asked['n']}, use 1 to {MAX_CHOICES}")
         run = PINNED | {"temperature": self.temperature}
         pinned = [name for name, own in run.items() if asked.get(name, own) != own]
-        if "seed" in asked and current_platform.is_cpu():
+        if "seed" in asked:  # all rollouts of a group would be the same one
             pinned.append("seed")
         if pinned and "warning" not in self.info:
             self.info["warning"] = f"pinned to the run's values: {', '.join(pinned)}"
@@ -221,8 +235,12 @@ class Session:
         exchange.room = self.server.engine.max_model_len - len(prompt["prompt_token_ids"])
         if exchange.room < 1:
             raise Refusal(400, f"the context is full: {len(prompt['prompt_token_ids'])} tokens")
+        if exchange.parent and not exchange.counts:
+            exchange.parent.continued = True
         if self.closing is None:
             text = await render([{"role": "assistant", "content": STAND_IN}])
+            if STAND_IN not in text:
+                raise Refusal(400, "the chat template does not write what an assistant's message says")
             self.closing = text.rpartition(STAND_IN)[2]
 
     def record(self, exchange: Exchange, index: int, output) -> None:
@@ -234,6 +252,9 @@ class Session:
         said, end = decode(completion.token_ids[:length]), decode(completion.token_ids[length:])
         turn = Turn(exchange.parent, exchange.context_ids, completion, end, self.closing)
         turn.texts.add(exchange.prompt + said + self.closing)
+        turn.reply = exchange.reply
+        # a parent comes first, also where a request that arrived before it was read after it
+        turn.order = max((exchange.number, index), turn.parent.order if turn.parent else (0, 0))
         exchange.turns[index] = turn
         self.recorder.turns.append(turn)
 
@@ -244,13 +265,16 @@ class Session:
             for call in message.get("tool_calls") or []:
                 self.arguments[call["id"]] = call["function"]["arguments"]
         text = await exchange.render(reply)
-        if text.endswith(self.closing):
+        if text.endswith(self.closing) and index in exchange.turns:
             exchange.turns[index].texts.add(text)
 
 
 def same_json(text: str, other) -> bool:
+    """Whether two tool calls' arguments are the same values; true is not 1."""
     try:
-        return json.loads(text) == (json.loads(other) if isinstance(other, str) else other)
+        values = json.loads(text), json.loads(other) if isinstance(other, str) else other
+        one, two = (json.dumps(value, sort_keys=True) for value in values)
+        return one == two
     except (ValueError, RecursionError):
         return text == other
 
@@ -290,7 +314,6 @@ class Client:
             max_tokens=min(asked.max_tokens, session.max_new_tokens, exchange.room),
             top_p=1.0, top_k=0, min_p=0.0,
             repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
-            seed=None if current_platform.is_cpu() else asked.seed,
             logprobs=asked.logprobs or 0, flat_logprobs=True, output_kind=asked.output_kind,
             skip_special_tokens=asked.skip_special_tokens, stream_interval=asked.stream_interval,
         )  # fmt: skip
@@ -308,7 +331,8 @@ class Client:
                     part.logprobs = SimpleNamespace(token_ids=part.ids, logprobs=part.values)
                     part.weight_versions, part.stop_reason = piece.weight_versions, piece.stop_reason
                     part.finish_reason = piece.finish_reason
-                    session.record(exchange, piece.index, part)
+                    if piece.finish_reason in ("stop", "length"):  # else it was not the policy that ended it
+                        session.record(exchange, piece.index, part)
             yield output
 
 
@@ -383,6 +407,26 @@ class RecordingChat(Recording, OpenAIServingChat):
 class RecordingMessages(RecordingChat, AnthropicServingMessages):
     """Anthropic's wire, which vLLM translates to a chat request and back."""
 
+    async def create_messages(self, request, raw_request=None):
+        if request.messages and request.messages[-1].role == "assistant" and not EXCHANGE.get().judge:
+            raise Refusal(400, PREFILL)
+        return await super().create_messages(request, raw_request)
+
+    async def create_chat_completion(self, request, raw_request=None):
+        """A tool call whose arguments are no JSON object has no place on this wire: it comes as text."""
+        result = await super().create_chat_completion(request, raw_request)
+        if not isinstance(result, ChatCompletionResponse):
+            return result
+        message = result.choices[0].message
+        good = [call for call in message.tool_calls if is_object(call.function.arguments)]
+        bad = [call.function for call in message.tool_calls if call not in good]
+        if bad:
+            texts = [f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}' for call in bad]
+            message.tool_calls, message.content = good, "\n".join([message.content or "", *texts]).strip()
+            result.choices[0].finish_reason = "tool_calls" if good else "stop"
+            await self.deliver(EXCHANGE.get(), 0, [message.model_dump(exclude_none=True)])
+        return result
+
 
 class RecordingResponses(Recording, OpenAIServingResponses):
     """OpenAI's newer wire, without what it would keep on the server (previous_response_id, background)."""
@@ -417,6 +461,13 @@ class RecordingResponses(Recording, OpenAIServingResponses):
                 reply = construct_chat_messages_with_tool_call(event.response.output)
                 await self.deliver(exchange, 0, reply)
             yield f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def join_delta(message: dict, delta: dict) -> None:
@@ -519,27 +570,28 @@ class ChatServer:
     async def post(self, request: Request) -> Response:
         try:
             session = self.find_session(request)
-            body = await read_body(request)
+            session.arrivals += 1
+            number, body = session.arrivals, await read_body(request)
         except Refusal as refusal:
             return error(request, refusal.status, str(refusal))
         except ClientDisconnect:
             return Response(status_code=400)
-        reply = self.find_reply(session, request, body)
+        reply = self.find_reply(session, request, body, number)
         gone = asyncio.create_task(disconnected(request))
         while not reply.done and not (reply.chunks and reply.media_type == "text/event-stream"):
             news = asyncio.ensure_future(reply.news.wait())
             await asyncio.wait([news, gone], return_when=asyncio.FIRST_COMPLETED)
             news.cancel()
             if gone.done():
-                reply.abandoned = True
-                return Response(status_code=499)
-        if not gone.cancel():  # the client left at the last moment
-            reply.abandoned = True
+                break
+        if not gone.cancel():  # the client has left
+            reply.sent = -1
+            return Response(status_code=499)
         if reply.media_type != "text/event-stream":
             return Response(b"".join(reply.chunks), reply.status, media_type=reply.media_type)
         return StreamingResponse(reply.read(), reply.status, media_type=reply.media_type)
 
-    def find_reply(self, session: Session, request: Request, body: bytes) -> Reply:
+    def find_reply(self, session: Session, request: Request, body: bytes, number: int) -> Reply:
         """The stored reply, for a retry or where the last one to the same request never arrived; else a new
         one: the same request made again on purpose is another sample."""
         path = request.url.path
@@ -547,17 +599,29 @@ class ChatServer:
         retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         for reply in reversed(replies):
             if (reply.abandoned or retry) and not (reply.done and reply.status >= 500):
-                reply.abandoned = False
+                reply.sent = None
                 return reply
         reply = Reply()
         replies.append(reply)
-        task = asyncio.create_task(self.answer(session, path, body, reply))
+        judge, counts = path.startswith("/judge"), path.endswith("/count_tokens")
+        exchange = Exchange(session, reply, number, judge, counts)
+        task = asyncio.create_task(self.answer(exchange, path, body))
         session.tasks.add(task)
-        task.add_done_callback(session.tasks.discard)
+
+        def ended(task: asyncio.Task) -> None:  # also one that was cancelled before it ran at all
+            session.tasks.discard(task)
+            if not reply.status:
+                reply.status = 503
+                reply.add(error_body(path, 503, "the episode is over"))
+            reply.done = True
+            reply.tell()
+
+        task.add_done_callback(ended)
         return reply
 
-    async def answer(self, session: Session, path: str, body: bytes, reply: Reply) -> None:
-        EXCHANGE.set(Exchange(session, judge=path.startswith("/judge")))
+    async def answer(self, exchange: Exchange, path: str, body: bytes) -> None:
+        session, reply = exchange.session, exchange.reply
+        EXCHANGE.set(exchange)
         parse, kind, method = WIRES[path.removeprefix("/judge")]
         try:
             request = parse_body(parse, body)
@@ -584,9 +648,6 @@ class ChatServer:
                 reply.status = create_error_response(problem).error.code
             LOG.debug("%s", path, exc_info=True)
             reply.add(error_body(path, reply.status, f"{problem}" or type(problem).__name__))
-        finally:
-            reply.done = True
-            reply.tell()
 
 
 WIRES = {

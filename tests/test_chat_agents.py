@@ -186,6 +186,15 @@ def test_an_engine_that_dies_ends_the_run_instead_of_costing_rollouts(served, tm
     assert not served.server.sessions
 
 
+def test_a_proxy_is_not_asked_for_the_server(served, tmp_path, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    body = "await say('count')\nreturn Step(reward=1.0, info={'hosts': os.environ['NO_PROXY']})"
+    (rollout,) = play(served, agent_file(tmp_path, body), 1)
+    assert rollout.invalid is None and "example.org,127.0.0.1" in rollout.info["hosts"]
+
+
 def test_a_slow_agent_blocks_nobody(served, tmp_path):
     async def both():
         slow, quick = EnvPool(), EnvPool()

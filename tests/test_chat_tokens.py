@@ -5,16 +5,23 @@ that replies can be anything, among them tool calls, thinking, and characters wh
 The oracle keeps each conversation's ids itself and uses nothing of the recorder.
 """
 
+import asyncio
 import contextlib
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 from common.agent import Recorder, Turn
+from common.chat_server import same_json
 from common.rollout import Completion
 from tests.chat import CALC, random_engine
 from tests.fakes import THINKING_TEMPLATE, TOOL_TEMPLATE, mark_tokenizer, plain_tokenizer
@@ -345,3 +352,203 @@ def test_tool_calls_stream_as_they_come_whole_whatever_the_chunks(served, text):
             (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in streamed["tool_calls"]
         ] == [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in whole["tool_calls"]]
         assert (streamed["content"] or "").strip() == (whole["content"] or "").strip()
+
+
+# --- Which replies are on record, and in which order
+
+
+def asks(text: str, *more: dict) -> dict:
+    return {"messages": [{"role": "user", "content": text}, *more]}
+
+
+@contextlib.contextmanager
+def says(served, text: str, finish: str = "stop"):
+    """(engine, session) of an engine that always says `text`."""
+    with random_engine(served) as engine, served.session(temperature=1.0) as session:
+        end = [served.tokenizer.eos_token_id] if finish == "stop" else []
+        ids = [*served.tokenizer.encode(text, add_special_tokens=False), *end]
+        engine.say = lambda _: (ids, finish)
+        yield engine, session
+
+
+def wait_for(there, timeout_s: float = 30) -> None:
+    end = time.monotonic() + timeout_s
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_that_a_refit_cut_off_is_not_on_record(served, stream):
+    with says(served, "yes", "abort") as (_, session):
+        post(served, session, asks("q") | {"stream": stream})
+        assert not session.recorder.turns
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_a_prefill_is_refused_and_leaves_no_trace(served, path):
+    with says(served, "yes") as (engine, session):
+        text = {"type": "output_text", "text": "one", "annotations": []}
+        items = {"/v1/messages": {"role": "assistant", "content": "one"}}
+        items["/v1/responses"] = {
+            "type": "message", "role": "assistant", "status": "incomplete", "id": "m", "content": [text],
+        }  # fmt: skip
+        body = asks("q", items[path])
+        body |= {"model": "policy", "max_tokens": 9, "input": body["messages"]}
+        reply = served.http.post(served.server.url + path, json=body, headers={"x-api-key": session.key})
+        assert reply.status_code == 400 and reply.json()["error"]["type"] == "invalid_request_error"
+        assert session.closing is None and not engine.requests
+        message = post(served, session, asks("q"))
+        post(served, session, asks("q", message, {"role": "user", "content": "r"}))
+        assert len(session.recorder.segments()) == 1
+
+
+def test_a_template_that_leaves_out_replies_is_refused(served):
+    template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
+    with random_engine(served, template) as engine, served.session() as session:
+        for _ in range(2):
+            reply = served.http.post(
+                served.server.url + "/v1/chat/completions",
+                json={"model": "policy"} | asks("q"),
+                headers={"x-api-key": session.key},
+            )
+            assert reply.status_code == 400 and "template" in reply.text
+        assert not engine.requests
+
+
+def test_turns_are_in_the_order_in_which_their_requests_arrived(served):
+    with says(served, "yes") as (engine, session):
+        generate, started = engine.generate, threading.Event()
+
+        async def first_is_slow(*asked, **settings):
+            if not started.is_set():
+                started.set()
+                while not session.recorder.turns:
+                    await asyncio.sleep(0.01)
+            async for output in generate(*asked, **settings):
+                yield output
+
+        engine.generate = first_is_slow
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(post, served, session, asks("one"))
+            assert started.wait(30)
+            post(served, session, asks("two"))
+            first.result(30)
+        texts = [served.tokenizer.decode(segment.token_ids) for segment in session.recorder.segments()]
+        assert ["one" in text for text in texts] == [True, False]
+
+
+def test_choices_are_in_order_and_a_parent_comes_before_its_child():
+    recorder, tokenizer = Recorder(), plain_tokenizer()
+    for word, order in (("o", (2, 1)), ("h", (2, 0)), ("hello", (1, 0))):
+        record(recorder, tokenizer, f"U:{word}\nA:", [2, 10], "<eot>\n").order = order
+    assert [ids[1] for ids, _ in rows(recorder)] == [7, 1, 4]
+
+
+def test_the_last_segment_has_the_last_turn():
+    recorder, tokenizer = Recorder(), plain_tokenizer()
+    record(recorder, tokenizer, "U:hello\nA:", [5, 6, 10], "<eot>\n")
+    record(recorder, tokenizer, "U:o\nA:", [2, 10], "<eot>\n")
+    record(recorder, tokenizer, "U:hello\nA:hello<eot>\nU:o\nA:", [2], "<eot>\n", "length")
+    assert [segment.finish_reason for segment in recorder.segments()] == ["stop", "length"]
+    assert recorder.order == [[1], [0, 2]]
+
+
+def test_a_seed_is_not_passed_on_anywhere(served, monkeypatch):
+    monkeypatch.setattr("common.chat_server.current_platform", SimpleNamespace(is_cpu=lambda: False))
+    with says(served, "yes") as (engine, session):
+        generate, seeds = engine.generate, []
+
+        def spy(prompt, sampling, *rest, **settings):
+            seeds.append(sampling.seed)
+            return generate(prompt, sampling, *rest, **settings)
+
+        engine.generate = spy
+        post(served, session, asks("q") | {"seed": 3})
+        post(served, session, asks("q") | {"seed": 3}, "/judge/v1/chat/completions")
+        assert seeds == [None, 3] and session.info["warning"].endswith(": seed")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_request_that_is_cancelled_before_it_ran_is_answered(served, path):
+    with says(served, "yes") as (_, session):
+        body = json.dumps({"model": "policy", "max_tokens": 9} | asks("q")).encode()
+
+        async def receive():
+            if session.arrivals_seen:
+                await asyncio.sleep(60)
+            session.arrivals_seen = True
+            asyncio.get_running_loop().call_soon(session.close)  # it comes before the reply's task
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def ask():
+            headers = [(b"x-api-key", session.key.encode()), (b"host", b"x")]
+            scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+            return await asyncio.wait_for(served.server.post(Request(scope, receive)), 10)
+
+        session.arrivals_seen = False
+        response = served.call(ask())
+        assert response.status_code == 503 and json.loads(response.body)["error"]["message"]
+
+
+@pytest.mark.parametrize("sampled", ["[1]", '"x"', "null"])
+def test_arguments_that_are_no_object_are_text_on_anthropics_wire(served, sampled):
+    text = '<tool_call>{"name": "calc", "arguments": ' + sampled + "}</tool_call>"
+    with says(served, text) as (_, session):
+        tool = {"name": "calc", "input_schema": CALC["function"]["parameters"]}
+        messages = asks("q")["messages"]
+        for _ in range(2):
+            reply = served.http.post(
+                served.server.url + "/v1/messages", headers={"x-api-key": session.key},
+                json={"model": "policy", "max_tokens": 99, "messages": messages, "tools": [tool]},
+            )  # fmt: skip
+            assert reply.status_code == 200, reply.text
+            (block,) = reply.json()["content"]
+            assert block["type"] == "text" and sampled in block["text"]
+            assert reply.json()["stop_reason"] == "end_turn"
+            messages = [*messages, {"role": "assistant", "content": [block]}, *asks("no")["messages"]]
+        assert len(session.recorder.turns) == 2 and len(session.recorder.segments()) == 1
+
+
+def test_of_two_equal_conversations_each_goes_on_from_its_own(served):
+    with says(served, "yes") as (_, session):
+        message = [post(served, session, asks("q")) for _ in range(2)][0]
+        for word in ("one", "two"):
+            body = {"model": "policy"} | asks("q", message, {"role": "user", "content": word})
+            url, headers = served.server.url + "/v1/messages/count_tokens", {"x-api-key": session.key}
+            plain = [{"role": m["role"], "content": m["content"]} for m in body["messages"]]
+            assert served.http.post(url, json=body | {"messages": plain}, headers=headers).is_success
+            post(served, session, body)
+        assert [len(segment.turn_ends) for segment in session.recorder.segments()] == [2, 2]
+
+
+def test_true_is_not_one():
+    assert not same_json('{"a": 1}', {"a": True}) and not same_json('{"a": [0]}', '{"a": [false]}')
+    assert same_json('{"a": 1, "b": null}', {"b": None, "a": 1})
+
+
+def test_a_reply_whose_client_left_is_not_trained_unless_it_is_asked_for_again(served):
+    with says(served, "yes") as (engine, session):
+        generate, gate = engine.generate, threading.Event()
+
+        async def gated(*asked, **settings):
+            while not gate.is_set():
+                await asyncio.sleep(0.01)
+            async for output in generate(*asked, **settings):
+                yield output
+
+        engine.generate = gated
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                served.server.url + "/v1/chat/completions",
+                json={"model": "policy"} | asks("q"),
+                headers={"x-api-key": session.key},
+                timeout=1,
+            )
+        wait_for(lambda: any(reply.abandoned for replies in session.replies.values() for reply in replies))
+        gate.set()
+        wait_for(lambda: session.recorder.turns)
+        assert session.recorder.segments() == []
+        for stream in (False, True):  # the first gets the stored reply
+            post(served, session, asks("q") | ({"stream": True} if stream else {}))
+        assert len(session.recorder.turns) == len(session.recorder.segments()) == 2

@@ -99,6 +99,9 @@ class EnvPool:
         self.control, theirs = socket.socketpair()
         path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
         own = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "RAY_"))}
+        for name, other in (("NO_PROXY", "no_proxy"), ("no_proxy", "NO_PROXY")):
+            hosts = os.environ.get(name) or os.environ.get(other, "")  # "*" is all hosts, on its own only
+            own[name] = hosts if hosts == "*" else f"{hosts},127.0.0.1,localhost".strip(",")
         self.zygote = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "common.envs.pool", str(theirs.fileno()), spec, json.dumps(asdict(flags)),
             pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL,
