@@ -417,15 +417,41 @@ class RecordingMessages(RecordingChat, AnthropicServingMessages):
         result = await super().create_chat_completion(request, raw_request)
         if not isinstance(result, ChatCompletionResponse):
             return result
-        message = result.choices[0].message
-        good = [call for call in message.tool_calls if is_object(call.function.arguments)]
-        bad = [call.function for call in message.tool_calls if call not in good]
-        if bad:
-            texts = [f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}' for call in bad]
-            message.tool_calls, message.content = good, "\n".join([message.content or "", *texts]).strip()
-            result.choices[0].finish_reason = "tool_calls" if good else "stop"
+        (choice,) = result.choices
+        message = choice.message
+        for call in message.tool_calls:
+            call.function.arguments = call.function.arguments or "{}"  # vLLM parses it
+        texts = [as_text(call.function.name, call.function.arguments) for call in message.tool_calls]
+        if any(texts):
+            message.content = "\n".join(filter(None, [message.content, *texts]))
+            message.tool_calls = [call for call, text in zip(message.tool_calls, texts) if not text]
+            if choice.finish_reason == "tool_calls" and not message.tool_calls:
+                choice.finish_reason = "stop"
             await self.deliver(EXCHANGE.get(), 0, [message.model_dump(exclude_none=True)])
         return result
+
+    async def watch(self, exchange: Exchange, stream):
+        """Tool calls go out whole, at the end: only then it is known whether they are calls or text."""
+        message = {"role": "assistant"}
+        async for line in super().watch(exchange, stream):
+            chunk = json.loads(line[6:]) if line.startswith("data: {") else {}
+            for choice in chunk.get("choices", []):
+                delta = choice["delta"]
+                join_delta(message, delta)
+                delta["tool_calls"], calls = [], message.get("tool_calls") or []
+                if choice.get("finish_reason") and calls:
+                    texts = [as_text(**call["function"]) for call in calls]
+                    good = [call for call, text in zip(calls, texts) if not text]
+                    delta["tool_calls"] = [{"index": index} | call for index, call in enumerate(good)]
+                    if any(texts):
+                        old, message["tool_calls"] = message.get("content"), good
+                        message["content"] = "\n".join(filter(None, [old, *texts]))
+                        delta["content"] = (delta.get("content") or "") + message["content"][len(old or "") :]
+                        await self.deliver(exchange, 0, [message])
+                    if choice["finish_reason"] == "tool_calls" and not good:
+                        choice["finish_reason"] = "stop"
+                line = f"data: {json.dumps(chunk)}\n\n"
+            yield line
 
 
 class RecordingResponses(Recording, OpenAIServingResponses):
@@ -463,11 +489,13 @@ class RecordingResponses(Recording, OpenAIServingResponses):
             yield f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
 
 
-def is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+def as_text(name: str, arguments: str) -> str:
+    """A tool call whose arguments are no JSON object, as text; "" for one whose arguments are. None at all
+    are an empty one to a parser that streams."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(json.loads(arguments or "{}"), dict):
+            return ""
+    return f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
 
 
 def join_delta(message: dict, delta: dict) -> None:

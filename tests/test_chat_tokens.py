@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import anthropic
 import httpx
 import numpy as np
 import pytest
@@ -438,7 +439,25 @@ def test_turns_are_in_the_order_in_which_their_requests_arrived(served):
         assert ["one" in text for text in texts] == [True, False]
 
 
-def test_choices_are_in_order_and_a_parent_comes_before_its_child():
+def test_a_parent_comes_before_a_child_whose_request_began_to_arrive_before_it(served):
+    with says(served, "yes") as (_, session):
+        said = {"role": "assistant", "content": "yes"}
+        body = json.dumps({"model": "policy"} | asks("q", said, {"role": "user", "content": "r"})).encode()
+
+        def slow_body():
+            yield body[:5]
+            wait_for(lambda: session.arrivals == 1)
+            post(served, session, asks("q"))
+            yield body[5:]
+
+        url, headers = served.server.url + "/v1/chat/completions", {"x-api-key": session.key}
+        assert httpx.post(url, content=slow_body(), headers=headers, timeout=60).is_success
+        assert session.arrivals == 2
+        (segment,) = session.recorder.segments()
+        assert len(segment.turn_ends) == 2 and session.recorder.order == [[0, 1]]
+
+
+def test_choices_are_in_their_own_order():
     recorder, tokenizer = Recorder(), plain_tokenizer()
     for word, order in (("o", (2, 1)), ("h", (2, 0)), ("hello", (1, 0))):
         record(recorder, tokenizer, f"U:{word}\nA:", [2, 10], "<eot>\n").order = order
@@ -491,21 +510,24 @@ def test_a_request_that_is_cancelled_before_it_ran_is_answered(served, path):
         assert response.status_code == 503 and json.loads(response.body)["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("sampled", ["[1]", '"x"', "null"])
-def test_arguments_that_are_no_object_are_text_on_anthropics_wire(served, sampled):
+def test_arguments_that_are_no_object_are_text_on_anthropics_wire(served, sampled, stream):
     text = '<tool_call>{"name": "calc", "arguments": ' + sampled + "}</tool_call>"
     with says(served, text) as (_, session):
         tool = {"name": "calc", "input_schema": CALC["function"]["parameters"]}
         messages = asks("q")["messages"]
+        client = anthropic.Anthropic(base_url=served.server.url, api_key=session.key, max_retries=0)
+        asked = {"model": "policy", "max_tokens": 99, "tools": [tool]}
         for _ in range(2):
-            reply = served.http.post(
-                served.server.url + "/v1/messages", headers={"x-api-key": session.key},
-                json={"model": "policy", "max_tokens": 99, "messages": messages, "tools": [tool]},
-            )  # fmt: skip
-            assert reply.status_code == 200, reply.text
-            (block,) = reply.json()["content"]
-            assert block["type"] == "text" and sampled in block["text"]
-            assert reply.json()["stop_reason"] == "end_turn"
+            if stream:
+                with client.messages.stream(messages=messages, **asked) as events:
+                    message = events.get_final_message()
+            else:
+                message = client.messages.create(messages=messages, **asked)
+            (block,) = [block.model_dump(exclude_none=True) for block in message.content]
+            assert block["type"] == "text" and sampled in block["text"] and message.stop_reason == "end_turn"
+            block = {"type": "text", "text": block["text"]}
             messages = [*messages, {"role": "assistant", "content": [block]}, *asks("no")["messages"]]
         assert len(session.recorder.turns) == 2 and len(session.recorder.segments()) == 1
 
