@@ -87,13 +87,23 @@ def test_the_critic_packs_as_the_policy_does(tmp_path):
     assert got[0][inside].abs().min() > 0 and not got[0][~inside].any()
 
 
-def test_without_lengths_every_row_is_taken_whole(models):
+def test_only_rows_of_several_lengths_are_laid_end_to_end(models):
     ids = torch.arange(1, 9).view(2, 4)
-    packed = pack(models["packed"], ids, None)
-    assert packed.inputs["input_ids"].tolist() == [list(range(1, 9))]
-    assert packed.inputs["position_ids"].tolist() == [[0, 1, 2, 3] * 2]
-    assert packed.inputs["cu_seq_lens_q"].tolist() == [0, 4, 8] and packed.inputs["max_length_q"] == 4
-    assert torch.equal(packed.spread(packed.select(ids)), ids)
+    for lengths in (None, torch.tensor([4, 4])):
+        even = pack(models["packed"], ids, lengths)
+        assert list(even.inputs) == ["input_ids"] and torch.equal(even.inputs["input_ids"], ids)
+        assert torch.equal(even.spread(even.select(ids)), ids)
+    packed = pack(models["packed"], ids, torch.tensor([2, 4]))
+    assert packed.inputs["input_ids"].tolist() == [[1, 2, 5, 6, 7, 8]]
+    assert packed.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
+    assert packed.inputs["cu_seq_lens_q"].tolist() == [0, 2, 6] and packed.inputs["max_length_q"] == 4
+    assert packed.spread(packed.select(ids)).tolist() == [[1, 2, 0, 0], [5, 6, 7, 8]]
+
+
+def test_rows_of_one_length_give_what_each_gives_alone(models):
+    together = logprobs(models, "packed", [[1, 2, 3, 4], [9, 8, 7, 6]])
+    for row, document in zip(together, [[1, 2, 3, 4], [9, 8, 7, 6]]):
+        torch.testing.assert_close(row, logprobs(models, "padded", [document])[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("more", [{"softcap": 30.0}, {"s_aux": torch.ones(2)}, {"sliding_window": 8}])
