@@ -1,0 +1,276 @@
+"""The copies of GRPO: of one committed batch each, how far its gradient is from GRPO's, derived by hand.
+
+The batch, on a bigram model of three tokens whose next token is always uniform, so that a token y has the
+gradient onehot(y) - 1/3 by the logits. Two prompts with two rollouts each:
+
+    g0   reward 3: tokens 0, 1 in one segment and 1 in another     reward 1: token 2
+    g1   reward 1: token 0                                        reward 1: tokens 1, 2
+
+The engine sampled with the trainer's policy, unless a test says otherwise, so every ratio is 1. Then a token
+of a rollout counts c_i with c_i the file's weight of its log-prob, and the gradient by the logits is
+-sum_i c_i (n_i - T_i / 3): n_i how often each token was sampled by rollout i, T_i how many they are.
+GRPO: std sqrt(2), A = +-sqrt(1/2) in g0 and 0 in g1, N = 7 tokens: -sqrt(1/2) / 7 x (1, 4, -5) / 3.
+"""
+
+import copy
+import importlib
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from common.logger import mean_of, merge
+from common.logprobs import LogprobHead
+from common.sample import Rollout, Segment
+from tests.fakes import TableLM
+
+ROOT_HALF, LN_3 = math.sqrt(0.5), math.log(3)
+# n_i - T_i / 3 of the four rollouts
+SCORES = np.array([[1, 2, 0], [0, 0, 1], [1, 0, 0], [0, 1, 1]]) - np.array([[3], [1], [1], [2]]) / 3
+GRPO = -(SCORES[0] - SCORES[1]) * ROOT_HALF / 7
+
+
+def segment(tokens: list[int], mu: list[float] | None = None) -> Segment:
+    """A prompt of one token, 0, and then `tokens`, sampled with the log-probs `mu` (default: log 1/3)."""
+    mask, mu = np.arange(len(tokens) + 1) > 0, [-LN_3] * len(tokens) if mu is None else mu
+    return Segment([0, *tokens], mask, [0, *mu], np.where(mask, 0, -1), [len(tokens) + 1], "stop")
+
+
+def committed_batch() -> list[Rollout]:
+    tokens = [[[0, 1], [1]], [[2]], [[0]], [[1, 2]]]
+    rewards, groups = [3.0, 1.0, 1.0, 1.0], [0, 0, 1, 1]
+    return [
+        Rollout(f"{group}.{i}", f"g{group}", group, "0", [segment(part) for part in parts], [reward])
+        for i, (parts, reward, group) in enumerate(zip(tokens, rewards, groups))
+    ]
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """The sum over ranks is that of this process."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op=None: None)
+
+
+def trained(name: str, rollouts, *, table=None, micro_batch_tokens=10_000, lr=0.0, reference=None, **flags):
+    """One step of `algos/NAME.py` without its engines: (gradient by the logits [3], metrics, trainer)."""
+    module = importlib.import_module(f"algos.{name}")
+    args = module.Args(max_grad_norm=1e9, **flags)
+    args.parallel.micro_batch_tokens, args.parallel.packing = micro_batch_tokens, False
+    if hasattr(args, "correction_cap"):
+        args.correction_cap = args.correction_cap or 2.0
+    trainer = module.Trainer(args, "", 0, False)
+    trainer.model = TableLM(torch.zeros(3, 3, dtype=torch.float64) if table is None else table)
+    trainer.head = LogprobHead(trainer.model)
+    if reference is not None:
+        trainer.ref_model = TableLM(reference)
+        trainer.ref_head = LogprobHead(trainer.ref_model)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=lr)
+    rows, _ = module.make_rows(copy.deepcopy(rollouts), args)
+    (share,) = module.make_minibatches(rows, args, step=0)
+    result = trainer.train_step(share, lr, None)
+    gradient = trainer.model.lm_head.bias.grad.numpy()  # the bias is added to all logits
+    return gradient, mean_of(merge([result["sums"]])), trainer
+
+
+def gradient_of(name: str, rollouts=None, **flags) -> np.ndarray:
+    """The same however the rows are cut into micro-batches."""
+    rollouts = committed_batch() if rollouts is None else rollouts
+    whole, _, _ = trained(name, rollouts, **flags)
+    cut, _, _ = trained(name, rollouts, micro_batch_tokens=1, **flags)
+    assert cut == pytest.approx(whole, abs=1e-7)
+    return whole
+
+
+def test_grpo_on_the_committed_batch():
+    assert gradient_of("grpo") == pytest.approx(GRPO, abs=1e-6)
+    assert GRPO == pytest.approx([-0.0336718, -0.1346870, 0.1683588], abs=1e-6)
+
+
+# --- Dr. GRPO
+
+
+def test_dr_grpo_has_no_std_and_a_constant_divisor():
+    # A = +-1 instead of +-sqrt(1/2), and 4 rollouts x 5 tokens instead of 7: 7 sqrt(2) / 20 of GRPO's
+    gradient = gradient_of("dr_grpo", episode_tokens=5)
+    assert gradient == pytest.approx(GRPO * 7 * math.sqrt(2) / 20, abs=1e-6)
+    assert gradient - GRPO == pytest.approx([0.0170051, 0.0680203, -0.0850253], abs=1e-6)
+    assert gradient_of("dr_grpo", episode_tokens=10) == pytest.approx(gradient / 2, abs=1e-6)
+
+
+def test_a_token_of_dr_grpo_weighs_the_same_whatever_else_is_in_the_batch():
+    # 8 of the rewardless tokens more: GRPO's divisor grows from 7 to 15, that of Dr. GRPO stays
+    rollouts = committed_batch()
+    rollouts[2].segments.append(segment([0, 1, 2, 0, 1, 2, 0, 1]))
+    assert gradient_of("grpo", rollouts) == pytest.approx(GRPO * 7 / 15, abs=1e-6)
+    plain = gradient_of("dr_grpo", episode_tokens=5)
+    assert gradient_of("dr_grpo", rollouts, episode_tokens=5) == pytest.approx(plain, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "dapo"])
+@pytest.mark.parametrize("flags, expected", [({}, 16), ({"max_new_tokens": 100}, 100), ({"episode_tokens": 7}, 7),
+                                             ({"env": "turns"}, 48), ({"env": "program"}, 512)])  # fmt: skip
+def test_the_longest_episode_by_default(tmp_path, name, flags, expected):
+    if flags.get("env"):
+        turns = {"turns": 3, "program": 0}[flags["env"]]
+        base = "from common.env import Env, Step\nfrom common.agent import ChatAgent\n"
+        body = "    def tasks(self, split):\n        return [{}]\n    def reset(self, task):\n        return 'go'\n"
+        body += "    def step(self, action):\n        return Step(reward=1.0)\n" if turns else ""
+        body += "" if turns else "    async def run(self, task, client):\n        return 1.0\n"
+        parent = f"Env):\n    max_turns = {turns}\n" if turns else "ChatAgent):\n"
+        (tmp_path / "e.py").write_text(f"{base}class E({parent}{body}")
+        flags = {"env": f"{tmp_path}/e.py:E"}
+    module = importlib.import_module(f"algos.{name}")
+    args = module.Args(**flags)
+    args.log.output_dir = str(tmp_path / "run")
+    module.check_flags(args)
+    assert args.episode_tokens == expected
+
+
+# --- RLOO
+
+
+def test_rloo_takes_the_mean_of_the_others_and_the_sum_over_a_rollout():
+    # A = 3 - 1 and 1 - 3, over 4 rollouts: a token counts +-2/4, in GRPO +-sqrt(1/2)/7: 7/sqrt(2) of it
+    gradient = gradient_of("rloo")
+    assert gradient == pytest.approx(-(SCORES[0] - SCORES[1]) / 2, abs=1e-6)
+    assert gradient - GRPO == pytest.approx(GRPO * (7 * ROOT_HALF - 1), abs=1e-6)
+
+
+def test_the_baseline_of_rloo_is_that_of_the_others():
+    from algos.rloo import group_advantages
+
+    assert group_advantages([1, 0, 0, 0]) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert group_advantages([0.7] * 8) == [0.0] * 8 and group_advantages([1.0]) == [0.0]
+
+
+def test_rloo_does_not_clip():
+    from algos.rloo import policy_loss
+
+    logprobs = torch.tensor([[0.1, 1.5, -3.0]], dtype=torch.float64, requires_grad=True)
+    old, mask = torch.zeros(1, 3, dtype=torch.float64), torch.tensor([[True, True, True]])
+    loss, sums = policy_loss(logprobs, old, torch.tensor([[1.0, 2.0, 1.0]]), torch.tensor([-2.0]), mask)
+    loss.backward()
+    expected = [2 * math.exp(0.1), 4 * math.exp(1.5), 2 * math.exp(-3.0)]
+    assert logprobs.grad[0].tolist() == pytest.approx(expected, rel=1e-9)
+    assert loss.item() == pytest.approx(sum(expected), rel=1e-9) and float(sums["loss/policy"][1]) == 3
+
+
+# --- GSPO
+
+
+def test_gspo_averages_over_a_rollout_first():
+    # a token of rollout i counts A / (4 T_i): 1/12 and 1/4 of sqrt(1/2) instead of 1/7
+    gradient = gradient_of("gspo")
+    assert gradient == pytest.approx(-(SCORES[0] / 12 - SCORES[1] / 4) * ROOT_HALF, abs=1e-6)
+    # -sqrt(1/2) (1/12 - 1/7) on rollout 0 and sqrt(1/2) (1/4 - 1/7) on rollout 1
+    difference = ROOT_HALF * (5 / 84 * SCORES[0] + 9 / 84 * SCORES[1])
+    assert gradient - GRPO == pytest.approx(difference, abs=1e-6)
+
+
+def test_the_ratio_of_gspo_is_the_geometric_mean_over_all_segments():
+    """The second epoch, after a step that moved the logits to a table of its own: s_0 of rollout 0 is the
+    cube root of pi(0|0) pi(1|0) pi(1|0) 27, whose first two tokens lie in another row than the third."""
+    table = torch.zeros(3, 3, dtype=torch.float64)
+    rollouts = committed_batch()
+    for micro_batch_tokens in (1, 10_000):
+        gradient, metrics, trainer = trained(
+            "gspo", rollouts, table=table, micro_batch_tokens=micro_batch_tokens, lr=0.05, epochs=2,
+            clip_low=0.9, clip_high=9.0,
+        )  # fmt: skip
+        # by hand: the first step's gradient on the table and the bias, then the ratios, then the second's
+        weights, bias = np.zeros((3, 3)), np.zeros(3)  # logits after token i: weights[i] + bias
+        samples = [[(0, 0), (0, 1), (0, 1)], [(0, 2)], [(0, 0)], [(0, 1), (1, 2)]]  # (before, token)
+        ratios, bias_gradient = [1.0] * 4, None
+        for update in range(2):
+            logits = weights + bias
+            p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+            if update:
+                logs = [[math.log(3 * p[before, token]) for before, token in own] for own in samples]
+                ratios = [math.exp(sum(own) / len(own)) for own in logs]
+            table_gradient = np.zeros((3, 3))
+            for own, ratio, advantage in zip(samples, ratios, [ROOT_HALF, -ROOT_HALF, 0, 0]):
+                for before, token in own:
+                    score = np.eye(3)[token] - p[before]
+                    table_gradient[before] -= ratio * advantage / (4 * len(own)) * score
+            bias_gradient = table_gradient.sum(0)
+            weights, bias = weights - 0.05 * table_gradient, bias - 0.05 * bias_gradient
+        assert gradient == pytest.approx(bias_gradient, abs=1e-6)
+        assert trainer.model.lm_head.weight.detach().T.numpy() == pytest.approx(weights, abs=1e-6)
+        # the two updates' mean over 4 rollouts: s A is sqrt(1/2) (s_0 - s_1), and 0 in the first
+        assert metrics["loss/policy"] == pytest.approx(-ROOT_HALF * (ratios[0] - ratios[1]) / 8, abs=1e-6)
+        assert ratios[0] > 1.001 and ratios[1] < 0.999  # what was rewarded became likelier
+
+
+def test_gspo_clips_whole_rollouts():
+    """The same second epoch with the paper's clip: s_0 > 1.0004 at A > 0 and s_1 < 0.9997 at A < 0, so that
+    nothing of either is left; g1 has no advantage."""
+    gradient, metrics, _ = trained("gspo", committed_batch(), lr=0.05, epochs=2)
+    assert gradient == pytest.approx(np.zeros(3), abs=1e-9)
+    # one rollout of four in one update of two, either way
+    assert metrics["ratio/clip_high_frac"] == pytest.approx(1 / 8, abs=1e-6)
+    assert metrics["ratio/clip_low_frac"] == pytest.approx(1 / 8, abs=1e-6)
+    within, metrics, _ = trained("gspo", committed_batch(), lr=0.05, epochs=2, clip_low=0.5, clip_high=0.5)
+    assert np.abs(within).max() > 0.01 and metrics["ratio/clip_high_frac"] == 0
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1000.0])
+def test_masked_positions_of_gspo_may_hold_anything(garbage):
+    from algos.gspo import policy_loss
+
+    logprobs = torch.tensor([[-1.0, -2.0, garbage], [garbage] * 3], dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([[1.0, 2.0, garbage], [garbage] * 3])
+    share = torch.tensor([[0.5, 0.5, 0.0], [0.0] * 3])
+    row = torch.tensor([0.0, 1.0]), weights, torch.tensor([-1.0, garbage]), share
+    loss, sums = policy_loss(logprobs, *row, 0.2, 0.2)
+    loss.backward()
+    assert loss.item() == pytest.approx(1.5) and float(sums["loss/policy"][1]) == 1
+    assert logprobs.grad.tolist() == [[0.5, 1.0, 0.0], [0.0] * 3]
+
+
+# --- CISPO
+
+
+def test_cispo_on_policy_is_grpo():
+    assert gradient_of("cispo") == pytest.approx(GRPO, abs=1e-6)
+
+
+def test_cispo_keeps_weights_up_to_its_own_cap():
+    # the engine gave token 2 of rollout 1 a twelfth: pi/mu = 4, which GRPO's correction cuts to 2
+    rollouts = committed_batch()
+    rollouts[1].segments = [segment([2], [-math.log(12)])]
+    grpo, cispo = gradient_of("grpo", rollouts), gradient_of("cispo", rollouts)
+    assert grpo == pytest.approx(-(SCORES[0] - 2 * SCORES[1]) * ROOT_HALF / 7, abs=1e-6)
+    assert cispo - grpo == pytest.approx(2 * SCORES[1] * ROOT_HALF / 7, abs=1e-6)
+    assert cispo - grpo == pytest.approx([-0.0673435, -0.0673435, 0.1346870], abs=1e-6)
+    capped = gradient_of("cispo", rollouts, max_weight=3.0)
+    assert capped == pytest.approx(-(SCORES[0] - 3 * SCORES[1]) * ROOT_HALF / 7, abs=1e-6)
+
+
+def test_no_ratio_takes_the_gradient_of_cispo_away():
+    """Ratios .1, 1.5 and 8 at A = 2: GRPO has nothing left at 1.5 and 8, CISPO min(ratio, 5) A."""
+    from algos.cispo import policy_loss
+
+    ratios = torch.tensor([[0.1, 1.5, 8.0]], dtype=torch.float64)
+    logprobs, mask = ratios.log().requires_grad_(), torch.tensor([[True] * 3])
+    for advantage in (2.0, -2.0):
+        advantages = torch.tensor([advantage], dtype=torch.float64)
+        loss, weights, sums = policy_loss(logprobs, torch.zeros_like(ratios), advantages, mask, 5.0)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        assert weights[0].tolist() == pytest.approx([0.1, 1.5, 5.0], rel=1e-9) and not weights.requires_grad
+        assert gradient[0].tolist() == pytest.approx([-w * advantage for w in (0.1, 1.5, 5.0)], rel=1e-9)
+        expected = sum(-w * advantage * math.log(r) for w, r in ((0.1, 0.1), (1.5, 1.5), (5.0, 8.0)))
+        assert loss.item() == pytest.approx(expected, rel=1e-9)
+        assert [float(x) for x in sums["ratio/clip_high_frac"]] == [1, 3]
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1000.0])
+def test_masked_positions_of_cispo_may_hold_anything(garbage):
+    from algos.cispo import policy_loss
+
+    logprobs = torch.tensor([[-1.0, garbage], [garbage] * 2], dtype=torch.float64, requires_grad=True)
+    mu, mask = torch.tensor([[-1.0, garbage], [garbage] * 2]), torch.tensor([[True, False], [False, False]])
+    loss, _, sums = policy_loss(logprobs, mu, torch.tensor([-3.0, garbage]), mask, 5.0)
+    loss.backward()
+    assert loss.item() == -3.0 and float(sums["loss/policy"][1]) == 1
+    assert logprobs.grad.tolist() == [[3.0, 0.0], [0.0, 0.0]]
