@@ -274,3 +274,119 @@ def test_masked_positions_of_cispo_may_hold_anything(garbage):
     loss.backward()
     assert loss.item() == -3.0 and float(sums["loss/policy"][1]) == 1
     assert logprobs.grad.tolist() == [[3.0, 0.0], [0.0, 0.0]]
+
+
+# --- REINFORCE++
+
+
+def token_gradient(advantages: list[list[float]]) -> np.ndarray:
+    """By the logits, where the tokens of the committed batch have these advantages: the token mean."""
+    tokens = [[0, 1, 1], [2], [0], [1, 2]]
+    flat = [
+        (a, t) for own, ids in zip(advantages, tokens, strict=True) for a, t in zip(own, ids, strict=True)
+    ]
+    return -sum(a * (np.eye(3)[t] - 1 / 3) for a, t in flat) / len(flat)
+
+
+def scaled(values: list[list[float]]) -> list[list[float]]:
+    """Less the mean, over the unbiased std, of all numbers."""
+    flat = [value for own in values for value in own]
+    mean = sum(flat) / len(flat)
+    std = math.sqrt(sum((value - mean) ** 2 for value in flat) / (len(flat) - 1))
+    return [[(value - mean) / std for value in own] for own in values]
+
+
+def test_reinforce_pp_baseline_scales_over_the_tokens_of_the_step():
+    # less the group's mean: 1 on three tokens, -1 on one, 0 on three. Mean 2/7, variance (4 - 4/7) / 6 = 4/7
+    std = math.sqrt(4 / 7)
+    advantages = np.array([[5 / 7], [-9 / 7], [-2 / 7], [-2 / 7]]) / std
+    gradient = gradient_of("reinforce_pp_baseline")
+    assert gradient == pytest.approx(-(advantages * SCORES).sum(0) / 7, abs=1e-6)
+    # from GRPO's +-sqrt(1/2) and 0 to .9449112, -1.7008401 and -.3779645
+    change = np.array([[0.2378044], [-0.9937333], [-0.3779645], [-0.3779645]])
+    assert gradient - GRPO == pytest.approx(-(change * SCORES).sum(0) / 7, abs=1e-6)
+    # token 0: -(0 + .9937333/3 - .3779645 x 2/3 + .3779645 x 2/3) / 7
+    assert (gradient - GRPO)[0] == pytest.approx(-0.9937333 / 21, abs=1e-6)
+
+
+def test_reinforce_pp_has_no_group():
+    # rewards 3 on three tokens, 1 on four: mean 13/7, variance (31 - 169/7) / 6 = 8/7
+    std = math.sqrt(8 / 7)
+    advantages = np.array([[8 / 7], [-6 / 7], [-6 / 7], [-6 / 7]]) / std
+    gradient = gradient_of("reinforce_pp")
+    assert gradient == pytest.approx(-(advantages * SCORES).sum(0) / 7, abs=1e-6)
+    change = np.array([[1.0690450 - ROOT_HALF], [ROOT_HALF - 0.8017837], [-0.8017837], [-0.8017837]])
+    assert gradient - GRPO == pytest.approx(-(change * SCORES).sum(0) / 7, abs=1e-6)
+
+
+def test_the_returns_of_reinforce_pp_step_over_sampled_tokens():
+    # gamma 1/2: the prompt token between the two segments of rollout 0 takes no step
+    expected = token_gradient(scaled([[0.75, 1.5, 3.0], [1.0], [1.0], [0.5, 1.0]]))
+    assert gradient_of("reinforce_pp", gamma=0.5) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_kl_of_reinforce_pp_is_in_the_reward_of_a_token_and_of_those_before_it():
+    # ref has 1/2, 1/4, 1/4 everywhere: log(old/ref) is log(2/3) for token 0, and log(4/3) for 1 and 2
+    reference = torch.tensor([[0.5, 0.25, 0.25]] * 3, dtype=torch.float64).log()
+    a, b = math.log(2 / 3), math.log(4 / 3)
+    flags = {"reference": reference, "kl_coef": 0.5}
+    expected = [[3 - (a + 2 * b) / 2, 3 - b, 3 - b / 2], [1 - b / 2], [1 - a / 2], [1 - b, 1 - b / 2]]
+    assert gradient_of("reinforce_pp", **flags) == pytest.approx(token_gradient(scaled(expected)), abs=1e-6)
+    faded = [[0.75 - (a + b / 2 + b / 4) / 2, 1.5 - (b + b / 2) / 2, 3 - b / 2], [1 - b / 2], [1 - a / 2],
+             [0.5 - (b + b / 2) / 2, 1 - b / 2]]  # fmt: skip
+    got = gradient_of("reinforce_pp", gamma=0.5, **flags)
+    assert got == pytest.approx(token_gradient(scaled(faded)), abs=1e-6)
+    _, metrics, _ = trained("reinforce_pp", committed_batch(), **flags)
+    assert metrics["loss/kl"] == pytest.approx((2 * a + 5 * b) / 7, abs=1e-6)
+
+
+def test_tokens_out_of_the_loss_still_take_a_step_and_carry_the_reward():
+    rollouts = committed_batch()
+    rollouts[0].segments[1].action_mask[:] = False  # the last token of rollout 0, as --late mask does it
+    got = gradient_of("reinforce_pp", rollouts, gamma=0.5)
+    (first, second), *others = scaled([[0.75, 1.5], [1.0], [1.0], [0.5, 1.0]])
+    expected = token_gradient([[first, second, 0.0], *others]) * 7 / 6
+    assert got == pytest.approx(expected, abs=1e-6)
+
+
+def test_equal_rewards_are_exactly_no_gradient():
+    rollouts = committed_batch()
+    for rollout in rollouts:
+        rollout.rewards = [0.7]
+    for name in ("grpo", "rloo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline"):
+        gradient, _, _ = trained(name, rollouts)
+        assert not gradient.any(), name
+
+
+def test_a_step_without_a_valid_rollout_has_no_rows():
+    rollouts = committed_batch()
+    for rollout in rollouts:
+        rollout.invalid = "late"
+    for name in ("rloo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "dapo"):
+        module = importlib.import_module(f"algos.{name}")
+        assert module.make_rows(rollouts, module.Args()) == ([], {}), name
+
+
+# --- The KL: two actions with pi (.6, .4) and ref (.5, .5), whose KL has the derivative .6 x .4 (ln 1.2 - ln .8)
+
+
+def test_the_kl_in_the_reward_has_the_gradient_of_the_kl():
+    from algos.reinforce_pp import returns
+
+    pi, kl = np.array([0.6, 0.4]), torch.tensor([[0.0, math.log(1.2)], [0.0, math.log(0.8)]])
+    values = returns(torch.zeros(2), kl, torch.tensor([1, 1]), 1.0, 1.0)[:, 1].numpy()
+    scores = np.array([1 - 0.6, -0.6])  # of log pi by the first logit
+    assert -(pi * values * scores).sum() == pytest.approx(0.0973116, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["rloo", "cispo", "reinforce_pp_baseline"])
+def test_the_kl_in_the_loss_has_the_gradient_of_the_kl(name):
+    kl_loss, total = importlib.import_module(f"algos.{name}").kl_loss, 0.0
+    logits = torch.tensor([math.log(1.5), 0.0], dtype=torch.float64, requires_grad=True)
+    logprobs, ref = logits.log_softmax(0), torch.tensor([[math.log(0.5)]], dtype=torch.float64)
+    for action in range(2):
+        part = kl_loss(logprobs[action].view(1, 1), ref, torch.tensor([[True]]))
+        total = total + logprobs[action].exp().item() * part
+    (gradient,) = torch.autograd.grad(total, logits)
+    # 0 is k1 in the loss, .1 is k3
+    assert gradient.tolist() == pytest.approx([0.0973116, -0.0973116], abs=1e-6)
