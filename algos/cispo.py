@@ -321,7 +321,7 @@ class Trainer:
 
     @torch.no_grad()
     def look_ahead(self, batches: list[dict]) -> None:
-        """Once per step: moves the batches to the device and gives them reference log-probs if there is one."""
+        """Once per step: moves the batches to the device and gives them reference log-probs, if asked for."""
         args = self.args
         for batch in batches:
             batch |= to_device(batch, self.device)

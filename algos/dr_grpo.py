@@ -576,10 +576,9 @@ def check_flags(args: Args) -> int:
     checks.check_ranks(args.parallel.data_ranks, rollouts)
     environments = (args.model, args.env, args.eval_env, args.data)
     num_tasks = checks.check_tasks(*environments, args.engine, args.max_new_tokens)
-    if args.episode_tokens is None:
-        turns = load_env(args.env, args.data)().max_turns  # 0: a program that ends when it likes
-        longest = args.max_new_tokens * turns or args.engine.max_model_len
-        args.episode_tokens = min(longest, args.engine.max_model_len)
+    # a program that ends when it likes has 0 turns
+    turns = load_env(args.env, args.data)().max_turns or args.engine.max_model_len
+    args.episode_tokens = args.episode_tokens or min(args.max_new_tokens * turns, args.engine.max_model_len)
     return num_tasks
 
 

@@ -26,7 +26,7 @@ Suffixes: G rollouts of a group, R of the step, B rows (segments), T tokens, S =
 
 One CPU:    python -m algos.reinforce_pp_baseline --model tiny --env reverse
 One GPU:    python -m algos.reinforce_pp_baseline --model smollm2 --env jsonl:data.jsonl
-8 GPUs:     python -m algos.reinforce_pp_baseline --model PATH --env jsonl:data.jsonl --num-engines 6 --num-trainers 2
+8 GPUs:     python -m algos.reinforce_pp_baseline --model PATH --env jsonl:data.jsonl --num-engines 7
 Many nodes: RAY_ADDRESS=auto python -m algos.reinforce_pp_baseline ... (on the head of a running Ray cluster)
 
 Edit here: advantage -> group_advantages, whiten | loss -> policy_loss | correction -> importance_weights

@@ -12,9 +12,11 @@ of a rollout counts c_i with c_i the file's weight of its log-prob, and the grad
 GRPO: std sqrt(2), A = +-sqrt(1/2) in g0 and 0 in g1, N = 7 tokens: -sqrt(1/2) / 7 x (1, 4, -5) / 3.
 """
 
+import asyncio
 import copy
 import importlib
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,8 +24,11 @@ import torch
 
 from common.logger import mean_of, merge
 from common.logprobs import LogprobHead
+from common.metrics import BusyClock
 from common.sample import Rollout, Segment
+from common.sample_queue import QueueClosed, SampleQueue, unpack_group
 from tests.fakes import TableLM
+from tests.test_queue_simulation import JumpingLoop
 
 ROOT_HALF, LN_3 = math.sqrt(0.5), math.log(3)
 # n_i - T_i / 3 of the four rollouts
@@ -107,21 +112,50 @@ def test_a_token_of_dr_grpo_weighs_the_same_whatever_else_is_in_the_batch():
     assert gradient_of("dr_grpo", rollouts, episode_tokens=5) == pytest.approx(plain, abs=1e-6)
 
 
+ENVS = """
+from common.agent import ChatAgent
+from common.env import Env, Step
+
+
+class Turns(Env):
+    max_turns = 3
+
+    def tasks(self, split):
+        return [{}]
+
+    def reset(self, task):
+        return "go"
+
+    def step(self, action):
+        return Step(reward=1.0)
+
+
+class Program(ChatAgent):
+    def tasks(self, split):
+        return [{}]
+
+    async def run(self, task, client):
+        return 1.0
+"""
+
+
 @pytest.mark.parametrize("name", ["dr_grpo", "dapo"])
-@pytest.mark.parametrize("flags, expected", [({}, 16), ({"max_new_tokens": 100}, 100), ({"episode_tokens": 7}, 7),
-                                             ({"env": "turns"}, 48), ({"env": "program"}, 512)])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ({}, 16),
+        ({"max_new_tokens": 100}, 100),
+        ({"episode_tokens": 7}, 7),
+        ({"env": "Turns"}, 3 * 16),
+        ({"env": "Turns", "max_new_tokens": 300}, 512),  # no longer than --max-model-len
+        ({"env": "Program"}, 512),
+    ],
+)
 def test_the_longest_episode_by_default(tmp_path, name, flags, expected):
-    if flags.get("env"):
-        turns = {"turns": 3, "program": 0}[flags["env"]]
-        base = "from common.env import Env, Step\nfrom common.agent import ChatAgent\n"
-        body = "    def tasks(self, split):\n        return [{}]\n    def reset(self, task):\n        return 'go'\n"
-        body += "    def step(self, action):\n        return Step(reward=1.0)\n" if turns else ""
-        body += "" if turns else "    async def run(self, task, client):\n        return 1.0\n"
-        parent = f"Env):\n    max_turns = {turns}\n" if turns else "ChatAgent):\n"
-        (tmp_path / "e.py").write_text(f"{base}class E({parent}{body}")
-        flags = {"env": f"{tmp_path}/e.py:E"}
+    (tmp_path / "envs.py").write_text(ENVS)
+    path = {"env": f"{tmp_path}/envs.py:{flags['env']}"} if "env" in flags else {}
     module = importlib.import_module(f"algos.{name}")
-    args = module.Args(**flags)
+    args = module.Args(**flags | path)
     args.log.output_dir = str(tmp_path / "run")
     module.check_flags(args)
     assert args.episode_tokens == expected
@@ -353,8 +387,9 @@ def test_equal_rewards_are_exactly_no_gradient():
     rollouts = committed_batch()
     for rollout in rollouts:
         rollout.rewards = [0.7]
-    for name in ("grpo", "rloo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline"):
-        gradient, _, _ = trained(name, rollouts)
+    for name in ("grpo", "rloo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline", "dapo"):
+        flags = {"episode_tokens": 30} if name == "dapo" else {}
+        gradient, _, _ = trained(name, rollouts, **flags)
         assert not gradient.any(), name
 
 
@@ -367,7 +402,7 @@ def test_a_step_without_a_valid_rollout_has_no_rows():
         assert module.make_rows(rollouts, module.Args()) == ([], {}), name
 
 
-# --- The KL: two actions with pi (.6, .4) and ref (.5, .5), whose KL has the derivative .6 x .4 (ln 1.2 - ln .8)
+# --- The KL. Two actions, pi (.6, .4), ref (.5, .5): its derivative is .6 x .4 (ln 1.2 - ln .8) = .0973116
 
 
 def test_the_kl_in_the_reward_has_the_gradient_of_the_kl():
@@ -390,3 +425,134 @@ def test_the_kl_in_the_loss_has_the_gradient_of_the_kl(name):
     (gradient,) = torch.autograd.grad(total, logits)
     # 0 is k1 in the loss, .1 is k3
     assert gradient.tolist() == pytest.approx([0.0973116, -0.0973116], abs=1e-6)
+
+
+# --- DAPO
+
+
+def test_dapo_punishes_what_comes_near_the_end_of_an_episode():
+    # L_max 3, L_buffer 2: 3 sampled tokens lose 1, 2 lose 1/2, 1 loses 0. Scores 2, 1 and 1, 1/2: A is
+    # +-sqrt(1/2) in both groups
+    flags = {"episode_tokens": 3, "overlong_frac": 2 / 3}
+    gradient = gradient_of("dapo", **flags)
+    assert gradient - GRPO == pytest.approx(-(SCORES[2] - SCORES[3]) * ROOT_HALF / 7, abs=1e-6)
+    assert gradient_of("dapo", episode_tokens=3, overlong_frac=0.0) == pytest.approx(GRPO, abs=1e-6)
+    assert gradient_of("dapo", episode_tokens=30) == pytest.approx(GRPO, abs=1e-6)
+
+
+def test_the_overlong_penalty_by_hand():
+    from algos.dapo import overlong_penalty
+
+    # L_max 20, L_buffer 4
+    for length, penalty in ((1, 0.0), (16, 0.0), (17, 0.25), (19, 0.75), (20, 1.0), (25, 1.0)):
+        assert overlong_penalty(length, 20, 0.2) == pytest.approx(penalty, abs=1e-12)
+
+
+def test_only_sampled_tokens_count_as_long():
+    # rollout 3 gets a long prompt and a masked, late token: 2 sampled tokens, as before
+    rollouts = committed_batch()
+    part = segment([0] * 9 + [1, 2])
+    part.action_mask[:10], part.versions[:10] = False, -1
+    rollouts[3].segments = [part]
+    part.action_mask[10] = False
+    got = gradient_of("dapo", rollouts, episode_tokens=3, overlong_frac=2 / 3)
+    only_2 = np.array([-1, -1, 2]) / 3
+    expected = -(SCORES[0] - SCORES[1] + SCORES[2] - only_2) * ROOT_HALF / 6
+    assert got == pytest.approx(expected, abs=1e-6)
+
+
+class Direct:
+    """The queue as its actor handle: method.remote() is the method."""
+
+    def __init__(self, queue: SampleQueue):
+        self.queue = queue
+
+    def __getattr__(self, name: str):
+        return SimpleNamespace(remote=getattr(self.queue, name))
+
+
+async def dapo_steps(monkeypatch, script, *, steps, prompts_per_step, in_flight, bound, order):
+    """[(tickets, drops)] of each step: the real worker and queue, `script(ticket)` is (seconds, rewards)."""
+    from algos import dapo
+
+    async def scripted(engine, tokenizer, envs, split, index, *, ticket, group_size, **settings):
+        seconds, rewards = script(ticket)
+        await asyncio.sleep(seconds)
+        assert len(rewards) == group_size
+        return [Rollout(f"{ticket}.{i}", f"g{ticket}", ticket, str(index), [segment([0])], [reward])
+                for i, reward in enumerate(rewards)]  # fmt: skip
+
+    monkeypatch.setattr(dapo, "rollout_group", scripted)
+    queue, worker = SampleQueue(prompts_per_step, bound, order), dapo.RolloutWorker()
+    worker.args = dapo.Args(group_size=4)
+    worker.args.engine.max_in_flight = in_flight
+    worker.engine = worker.tokenizer = None
+    worker.envs, worker.settings = SimpleNamespace(num_tasks={"train": 100_000}), {}
+    worker.busy, worker.epoch = BusyClock(), None
+    await queue.set_version(0)
+    producing, found = asyncio.ensure_future(worker.produce(Direct(queue))), []
+    try:
+        for step in range(steps):
+            batch, drops = await queue.get(step)
+            for _, pieces in batch:
+                assert len(unpack_group(pieces)) == 4
+            found.append(([ticket for ticket, _ in batch], {key: n for key, (n, _) in drops.items()}))
+            await asyncio.sleep(1.0)
+            await queue.set_version(step + 1)
+    finally:
+        await queue.close("the end")
+        await asyncio.gather(producing, return_exceptions=True)
+    return found
+
+
+def on_a_jumping_clock(coroutine):
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        return runner.run(coroutine)
+
+
+@pytest.mark.parametrize("order", ["arrival", "ticket"])
+def test_dynamic_sampling_fills_a_step_with_whole_groups(monkeypatch, order):
+    # groups 0 and 2 are constant: step 0 trains 1 and 3, step 1 begins with 4
+    rewards = [[1] * 4, [1, 0, 0, 0], [0] * 4, [1, 1, 0, 0], [0, 1, 0, 1], [1, 0, 1, 0]]
+    script = lambda ticket: (0.1, rewards[ticket] if ticket < 6 else [1, 0, 0, 1])  # noqa: E731
+    how = {"steps": 2, "prompts_per_step": 2, "in_flight": 1, "bound": 0, "order": order}
+    found = on_a_jumping_clock(dapo_steps(monkeypatch, script, **how))
+    assert found == [([1, 3], {"equal_rewards": 2}), ([4, 5], {})]
+
+
+def test_three_steps_of_equal_rewards_end_the_run_with_the_reason(monkeypatch):
+    script = lambda ticket: (0.1, [1, 1, 1, 1])  # noqa: E731
+    how = {"steps": 1, "prompts_per_step": 2, "in_flight": 1, "bound": 0, "order": "arrival"}
+    with pytest.raises(
+        QueueClosed, match="6 groups in a row were dropped, the last for equal_rewards: 4 rewards"
+    ):
+        on_a_jumping_clock(dapo_steps(monkeypatch, script, **how))
+
+
+@pytest.mark.parametrize("order", ["arrival", "ticket"])
+@pytest.mark.parametrize("bound", [0, 2, 4])
+def test_dynamic_sampling_loses_no_long_or_hard_group(monkeypatch, order, bound):
+    """Hard prompts take five times as long, and more often have no success at all. Over a run each group with
+    a difference is trained once, but for the few that are on their way at the end."""
+    rng = np.random.default_rng(bound)
+    hard = rng.random(4000) < 0.5
+    solved = rng.random((4000, 4)) < np.where(hard, 0.15, 0.7)[:, None]
+    seconds = np.where(hard, 2.5, 0.5) * rng.lognormal(0, 0.5, 4000)
+    script = lambda ticket: (seconds[ticket], solved[ticket].astype(float).tolist())  # noqa: E731
+    how = {"steps": 60, "prompts_per_step": 8, "in_flight": 8, "bound": bound, "order": order}
+    found = on_a_jumping_clock(dapo_steps(monkeypatch, script, **how))
+    trained = [ticket for tickets, _ in found for ticket in tickets]
+    assert len(trained) == len(set(trained)) == 480 and all(len(tickets) == 8 for tickets, _ in found)
+    differs = solved.any(1) & ~solved.all(1)
+    assert differs[trained].all()
+    # admission keeps at most P (bound + 1) groups ahead, and as many run as there are places
+    eligible = np.flatnonzero(differs[: max(trained) + 1])
+    left = sorted(set(eligible) - set(trained))
+    assert len(left) <= 8 * (bound + 1)
+    if order == "ticket":
+        assert trained == eligible[:480].tolist()
+    share = hard[trained].mean()
+    assert share == pytest.approx(hard[eligible].mean(), abs=8 * (bound + 1) / 480)
+    assert (
+        0.25 < share < 0.45
+    )  # the filter's own doing: 0.48 of the hard and 0.75 of the easy have a difference
