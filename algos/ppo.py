@@ -247,7 +247,7 @@ def mark_kept(batches: list[dict], num_rollouts: int, correction: str, cap: floa
 
     A score's mean over all action tokens of a rollout decides, and its rows may lie on several ranks: a
     collective. seq-mask: log(old / mu), kept in [-log cap, log cap]. kl-gate: the KL, kept up to cap. A NaN
-    is kept: it stops the run at the gradient's norm, and would be rejected here in silence.
+    is kept: with it no rank takes the step, which is counted; it would be rejected here in silence.
     """
     sums_2R = torch.zeros(2, num_rollouts, dtype=torch.float64, device=batches[0]["logprobs"].device)
     for batch in batches:
@@ -445,8 +445,7 @@ class Trainer:
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
         ids_BT = batch["token_ids"].long()
-        lengths_B = batch["lengths"] - 1  # of what goes in
-        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, lengths_B)
+        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
         """Goes on from a checkpoint of this run, or starts from the policy's weights of another."""
@@ -462,8 +461,7 @@ class Trainer:
         """
         args, (minibatches, episodes, step) = self.args, share
         rates = {"policy": lr, "critic": learning_rate(step, replace(args, lr=args.critic_lr))}
-        everything = [batch for batches, _ in minibatches for batch in batches]
-        measured = [(self.look_ahead(everything, episodes), {})]
+        measured = [(self.look_ahead([b for batches, _ in minibatches for b in batches], episodes), {})]
         with traced(trace and f"{trace}/rank{self.rank}.json"):
             for batches, num_tokens in minibatches * args.epochs:
                 for name, loss_of in (("policy", self.loss), ("critic", self.critic_loss)):
@@ -481,7 +479,8 @@ class Trainer:
                     if name == "critic" or step >= args.critic_warmup_steps:
                         if np.isfinite(grad_norm):  # on all ranks or on none
                             optimizer.step()
-                        measured.append((update_metrics(grad_norm, "value/" * (name == "critic")), {}))
+                        metric = "grad_norm" if name == "policy" else "value/grad_norm"
+                        measured.append((update_metrics(grad_norm, metric), {}))
         return rank_metrics(*zip(*measured))
 
     @torch.no_grad()
@@ -541,8 +540,8 @@ class Trainer:
     def critic_loss(self, batch: dict) -> tuple[torch.Tensor, dict, dict]:
         """The same of the critic, which has no peaks."""
         values_BS = values(self.critic, batch["token_ids"].long(), batch["lengths"])[:, :-1]
-        targets = batch["old_values"], batch["returns"], batch["mask"]
-        return *value_loss(values_BS, *targets, self.args.value_clip), {}
+        old_BS, returns_BS, mask_BS = batch["old_values"], batch["returns"], batch["mask"]
+        return *value_loss(values_BS, old_BS, returns_BS, mask_BS, self.args.value_clip), {}
 
     @torch.no_grad()
     def send_weights(self, version: int, probe_ids: list[int]) -> dict:
@@ -620,8 +619,7 @@ def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[tupl
     for part in np.array_split(shuffled, min(args.minibatches, len(rows))):
         members = [row for index in part for row in rows[index]]
         num_tokens = sum(int(row["action_mask"].sum()) for row in members)
-        shares = micro_batches(members, args.parallel)
-        minibatches.append([(share, num_tokens) for share in shares])
+        minibatches.append([(share, num_tokens) for share in micro_batches(members, args.parallel)])
     episodes = {"cut_at": torch.tensor([own[0]["cut_at"] for own in rows])}
     for name in ("rewards", "sampled", "action_mask"):
         columns = [np.concatenate([row[name] for row in own]) for own in rows]
@@ -788,9 +786,9 @@ def main(args: Args) -> None:
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
                 training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
                 row |= training_metrics(run.get(training, f"training step {step}"))
-            empty_steps = 0 if rows else empty_steps + 1
+            empty_steps = 0 if row.get("skipped_frac", 1) < 1 else empty_steps + 1
             if empty_steps == 3:
-                raise RunError("three steps in a row had no valid rollout")
+                raise RunError("three steps in a row: no valid rollout, or no finite gradient")
             clock.lap("time/train")
             ticks += [run.ask(run.workers, "stats")]
 

@@ -643,9 +643,9 @@ def main(args: Args) -> None:
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
                 training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
                 row |= training_metrics(run.get(training, f"training step {step}"))
-            empty_steps = 0 if rows else empty_steps + 1
+            empty_steps = 0 if row.get("skipped_frac", 1) < 1 else empty_steps + 1
             if empty_steps == 3:
-                raise RunError("three steps in a row had no valid rollout")
+                raise RunError("three steps in a row: no valid rollout, or no finite gradient")
             clock.lap("time/train")
             ticks += [run.ask(run.workers, "stats")]
 

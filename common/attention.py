@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 # Before torch 2.13 it takes fewer heads of keys than of queries without being told.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -15,9 +13,13 @@ PACKED = "instar_packed"  # the name under which transformers finds it: config._
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
-    """Causal attention of documents: query [1, heads, N, D], key and value [1, kv heads, N, D], the documents'
-    ends in `cu_seq_lens_q`. Returns ([1, N, heads, D], None). Raises NotImplementedError for a model whose
-    attention needs more than that."""
+    """Causal attention of documents: query [1, heads, N, D], key and value [1, kv heads, N, D], their ends in
+    `cu_seq_lens_q`. Returns ([1, N, heads, D], None). Raises NotImplementedError for a model whose attention
+    needs more than that. Without ends it is that of rows of one length."""
+    if "cu_seq_lens_q" not in kwargs:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     extra = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if extra or (sliding_window and query.dtype == torch.float32):
         what = ", ".join(extra) or "a sliding window in fp32"
@@ -43,8 +45,14 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, sl
     return torch.cat(each, dim=1).transpose(0, 1)[None], None
 
 
-AttentionInterface.register(PACKED, packed_attention)
-AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)  # the documents' ends say it all
+def use_packed_attention(model: torch.nn.Module) -> None:
+    """From now on the model takes rows that `pack` laid end to end."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(PACKED, packed_attention)
+    AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)  # the documents' ends say it all
+    model.config._attn_implementation = PACKED
 
 
 @dataclass
@@ -70,10 +78,11 @@ class Packed:
 def pack(model: torch.nn.Module, ids_BS: torch.Tensor, lengths_B: torch.Tensor | None) -> Packed:
     """Rows of `ids_BS`, of which the first `lengths_B` tokens count (a CPU tensor; default: all), end to end
     if the model was built to take them so."""
-    if model.config._attn_implementation != PACKED:
-        return Packed({"input_ids": ids_BS}, None, ids_BS.shape)
     count, width = ids_BS.shape
     lengths_B = torch.full((count,), width) if lengths_B is None else lengths_B
+    even = bool((lengths_B == width).all())  # the kernel for that is the faster one
+    if model.config._attn_implementation != PACKED or even and not vars(model.config).get("sliding_window"):
+        return Packed({"input_ids": ids_BS}, None, ids_BS.shape)
     positions = torch.arange(width).expand(count, width)
     kept_BS = positions < lengths_B[:, None]
     index = kept_BS.flatten().nonzero().squeeze(-1)

@@ -15,7 +15,7 @@ KEPT_CHUNKS = 2  # that the backward pass finds, and need not make again
 
 def logit_sums(logits_TV: torch.Tensor, targets_T: torch.Tensor, temperature: float) -> torch.Tensor:
     """What log-prob and entropy are made of, [4, T] in fp32. With x = logits / temperature and m = max x:
-    m, sum exp(x - m), sum (x - m) exp(x - m), and x of the target, or 0 where it is not among these logits."""
+    m, sum exp(x - m), sum (x - m) exp(x - m), and x of the target, or 0 where it is not among these."""
     if logits_TV.device.type == "cuda":
         from common.logprob_kernel import logit_sums_on_gpu
 
@@ -53,7 +53,7 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
 
 
 class LinearLogprobs(torch.autograd.Function):
-    """(log-probs, entropies), both [T] in fp32, of `targets_T` under softmax(hidden @ weight.T / temperature).
+    """(log-probs, entropies), both [T] in fp32, of targets under softmax(hidden @ weight.T / temperature).
 
     Logits are made in chunks, in the dtype of the weights, and most of them again for the backward pass, if
     there will be one (`backward`). With `group` (tensor parallelism) each rank has the rows of the vocabulary

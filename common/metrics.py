@@ -125,11 +125,10 @@ def rank_metrics(sums: list[dict], peaks: list[dict]) -> dict:
     return {"sums": merge(numbers), "peaks": highest}
 
 
-def update_metrics(grad_norm: float, prefix: str = "") -> dict:
+def update_metrics(grad_norm: float, name: str = "grad_norm") -> dict:
     """The norm of an update's gradient, or that the update was skipped since it was not finite."""
-    if np.isfinite(grad_norm):
-        return {f"{prefix}grad_norm": (grad_norm, 1), f"{prefix}skipped_frac": (0, 1)}
-    return {f"{prefix}skipped_frac": (1, 1)}
+    finite = bool(np.isfinite(grad_norm))
+    return {"skipped_frac": (not finite, 1)} | ({name: (grad_norm, 1)} if finite else {})
 
 
 def training_metrics(ranks: list[dict]) -> dict:

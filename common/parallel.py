@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from common.attention import PACKED
+from common.attention import use_packed_attention
 from common.checks import FlagError
 
 
@@ -109,7 +109,7 @@ def build_model(
             fully_shard(layer, mp_policy=policy, reshard_after_forward=flags.zero == 3)
         fully_shard(model, mp_policy=policy)
     if flags.packing or flags.packing is None and on_gpu and not sparse:
-        model.config._attn_implementation = PACKED
+        use_packed_attention(model)
     model.mesh = setup.mesh_context
     return model
 

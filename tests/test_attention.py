@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from common.attention import PACKED, pack, packed_attention
+from common.attention import pack, packed_attention, use_packed_attention
 from common.critic import put_value_head, values
 from common.logprobs import LogprobHead
 from common.models import make_tiny
@@ -19,9 +19,10 @@ def models(tmp_path_factory) -> dict:
     """The same weights twice: one that packs, one that does not."""
     path = make_tiny(tmp_path_factory.mktemp("tiny") / "tiny")
     found = {}
-    for kind, attention in (("packed", PACKED), ("padded", "sdpa")):
+    for kind in ("packed", "padded"):
         found[kind] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        found[kind].config._attn_implementation = attention
+        if kind == "packed":
+            use_packed_attention(found[kind])
         found[f"{kind} head"] = LogprobHead(found[kind])
     return found
 
@@ -74,9 +75,10 @@ def test_packed_rows_give_the_values_and_gradients_of_padded_ones(models, rows):
 
 def test_the_critic_packs_as_the_policy_does(tmp_path):
     path, rows, got = make_tiny(tmp_path / "tiny"), [[5, 6, 7, 8], [9], [10, 11]], []
-    for attention in (PACKED, "sdpa"):
+    for packs in (True, False):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        model.config._attn_implementation = attention
+        if packs:
+            use_packed_attention(model)
         critic = put_value_head(model, torch.device("cpu"))
         torch.manual_seed(0)
         torch.nn.init.normal_(critic.get_output_embeddings().weight)
@@ -87,13 +89,23 @@ def test_the_critic_packs_as_the_policy_does(tmp_path):
     assert got[0][inside].abs().min() > 0 and not got[0][~inside].any()
 
 
-def test_without_lengths_every_row_is_taken_whole(models):
+def test_only_rows_of_several_lengths_are_laid_end_to_end(models):
     ids = torch.arange(1, 9).view(2, 4)
-    packed = pack(models["packed"], ids, None)
-    assert packed.inputs["input_ids"].tolist() == [list(range(1, 9))]
-    assert packed.inputs["position_ids"].tolist() == [[0, 1, 2, 3] * 2]
-    assert packed.inputs["cu_seq_lens_q"].tolist() == [0, 4, 8] and packed.inputs["max_length_q"] == 4
-    assert torch.equal(packed.spread(packed.select(ids)), ids)
+    for lengths in (None, torch.tensor([4, 4])):
+        even = pack(models["packed"], ids, lengths)
+        assert list(even.inputs) == ["input_ids"] and torch.equal(even.inputs["input_ids"], ids)
+        assert torch.equal(even.spread(even.select(ids)), ids)
+    packed = pack(models["packed"], ids, torch.tensor([2, 4]))
+    assert packed.inputs["input_ids"].tolist() == [[1, 2, 5, 6, 7, 8]]
+    assert packed.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
+    assert packed.inputs["cu_seq_lens_q"].tolist() == [0, 2, 6] and packed.inputs["max_length_q"] == 4
+    assert packed.spread(packed.select(ids)).tolist() == [[1, 2, 0, 0], [5, 6, 7, 8]]
+
+
+def test_rows_of_one_length_give_what_each_gives_alone(models):
+    together = logprobs(models, "packed", [[1, 2, 3, 4], [9, 8, 7, 6]])
+    for row, document in zip(together, [[1, 2, 3, 4], [9, 8, 7, 6]]):
+        torch.testing.assert_close(row, logprobs(models, "padded", [document])[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("more", [{"softcap": 30.0}, {"s_aux": torch.ones(2)}, {"sliding_window": 8}])

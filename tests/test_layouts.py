@@ -52,10 +52,11 @@ def rank_process(rank: int, paths: dict[str, str], out: str, on_gpu: bool, port)
         for name in names:
             flags = ParallelFlags(**LAYOUTS[name])
             print(f"rank {rank}: {model}, {name}", flush=True)
-            if rank < flags.num_trainers:
-                train(
-                    rank, flags, port, paths[model], f"{out}/{model}.{name}.{rank}", name in SPOILED, on_gpu
-                )
+            out_of_rank, spoil = f"{out}/{model}.{name}.{rank}", name in SPOILED
+            if flags.num_trainers == 2:
+                train(rank, flags, port, paths[model], out_of_rank, spoil, on_gpu)
+            elif rank == 0 or on_gpu:  # on both GPUs: NCCL numbers the groups that a process has had
+                train(0, flags, port, paths[model], out_of_rank, spoil, on_gpu)
 
 
 def train(rank: int, flags: ParallelFlags, port, path: str, out: str, spoil: bool, on_gpu: bool) -> None:

@@ -24,7 +24,7 @@ from algos.score_centering import (
     make_rows,
     truncated_ratio,
 )
-from common.attention import PACKED
+from common.attention import use_packed_attention
 from common.checks import FlagError
 from common.cluster import RunError
 from common.logger import mean_of, merge
@@ -170,8 +170,9 @@ def test_packed_rows_have_the_same_logprobs_and_gradients(tmp_path):
     ids, top = torch.randint(5, 90, (3, 10)), torch.randint(5, 90, (3, 9, 4))
     lengths, results = torch.tensor([9, 4, 7]), []
     kept = torch.arange(9) < lengths[:, None]
-    for attention in ("sdpa", PACKED):
-        model.config._attn_implementation = attention
+    for packs in (False, True):
+        if packs:
+            use_packed_attention(model)
         model.zero_grad()
         head = TopLogprobHead(model)
         values = torch.stack(head(model, ids[:, :-1], ids[:, 1:], 1.0, lengths, top), -1)
