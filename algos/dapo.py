@@ -188,7 +188,7 @@ def mark_kept(batches: list[dict], num_rollouts: int, correction: str, cap: floa
 
     A score's mean over all action tokens of a rollout decides, and its rows may lie on several ranks: a
     collective. seq-mask: log(old / mu), kept in [-log cap, log cap]. kl-gate: the KL, kept up to cap. A NaN
-    is kept: it stops the run at the gradient's norm, and would be rejected here in silence.
+    is kept: with it no rank takes the step, which is counted; it would be rejected here in silence.
     """
     sums_2R = torch.zeros(2, num_rollouts, dtype=torch.float64, device=batches[0]["logprobs"].device)
     for batch in batches:
@@ -232,7 +232,8 @@ def policy_loss(logprobs_BS, old_BS, weights_BS, advantages_B, mask_BS, clip_low
     """
     log_ratio_BS = torch.where(mask_BS, logprobs_BS - old_BS, 0.0).clamp(-20, 20)
     ratio_BS, adv_BS = log_ratio_BS.exp(), advantages_B[:, None].to(logprobs_BS.dtype)
-    surrogate_BS = torch.minimum(ratio_BS * adv_BS, ratio_BS.clamp(1 - clip_low, 1 + clip_high) * adv_BS)
+    clipped_BS = ratio_BS.clamp(1 - clip_low, 1 + clip_high)
+    surrogate_BS = torch.minimum(ratio_BS * adv_BS, clipped_BS * adv_BS)
     loss = -torch.where(mask_BS, torch.where(mask_BS, weights_BS, 0.0) * surrogate_BS, 0.0).sum()
     count = mask_BS.sum()
     low = mask_BS & (adv_BS < 0) & (ratio_BS < 1 - clip_low)
@@ -361,8 +362,7 @@ class Trainer:
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
         ids_BT = batch["token_ids"].long()
-        lengths_B = batch["lengths"] - 1  # of what goes in
-        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, lengths_B)
+        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
         """Goes on from a checkpoint of this run, or starts from the weights of another."""
@@ -500,8 +500,7 @@ def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[tupl
     for part in np.array_split(shuffled, min(args.minibatches, len(rows))):
         members = [row | {"rollout_index": index} for index in part for row in rows[index]]
         num_tokens = sum(int(row["action_mask"].sum()) for row in members)
-        shares = micro_batches(members, args.parallel)
-        minibatches.append([(share, num_tokens) for share in shares])
+        minibatches.append([(share, num_tokens) for share in micro_batches(members, args.parallel)])
     return [(share, len(rows)) for share in zip(*minibatches)]
 
 
@@ -667,9 +666,9 @@ def main(args: Args) -> None:
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
                 training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
                 row |= training_metrics(run.get(training, f"training step {step}"))
-            empty_steps = 0 if rows else empty_steps + 1
+            empty_steps = 0 if row.get("skipped_frac", 1) < 1 else empty_steps + 1
             if empty_steps == 3:
-                raise RunError("three steps in a row had no valid rollout")
+                raise RunError("three steps in a row: no valid rollout, or no finite gradient")
             clock.lap("time/train")
             ticks += [run.ask(run.workers, "stats")]
 

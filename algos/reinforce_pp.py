@@ -323,8 +323,7 @@ class Trainer:
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
         ids_BT = batch["token_ids"].long()
-        lengths_B = batch["lengths"] - 1  # of what goes in
-        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, lengths_B)
+        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
         """Goes on from a checkpoint of this run, or starts from the weights of another."""
@@ -474,8 +473,7 @@ def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[tupl
     for part in np.array_split(shuffled, min(args.minibatches, len(rows))):
         members = [row | {"rollout_index": index} for index in part for row in rows[index]]
         num_tokens = sum(int(row["action_mask"].sum()) for row in members)
-        shares = micro_batches(members, args.parallel)
-        minibatches.append([(share, num_tokens) for share in shares])
+        minibatches.append([(share, num_tokens) for share in micro_batches(members, args.parallel)])
     episodes = [[own[0][key] for own in rows] for key in ("reward", "num_sampled")]
     episodes = torch.tensor(episodes, dtype=torch.float64)
     return [(share, episodes) for share in zip(*minibatches)]
@@ -636,9 +634,9 @@ def main(args: Args) -> None:
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
                 training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
                 row |= training_metrics(run.get(training, f"training step {step}"))
-            empty_steps = 0 if rows else empty_steps + 1
+            empty_steps = 0 if row.get("skipped_frac", 1) < 1 else empty_steps + 1
             if empty_steps == 3:
-                raise RunError("three steps in a row had no valid rollout")
+                raise RunError("three steps in a row: no valid rollout, or no finite gradient")
             clock.lap("time/train")
             ticks += [run.ask(run.workers, "stats")]
 
