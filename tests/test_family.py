@@ -22,12 +22,14 @@ import numpy as np
 import pytest
 import torch
 
+from common.checks import FlagError
 from common.logger import mean_of, merge
 from common.logprobs import LogprobHead
 from common.metrics import BusyClock
 from common.sample import Rollout, Segment
 from common.sample_queue import QueueClosed, SampleQueue, unpack_group
 from tests.fakes import TableLM
+from tests.ranks import on_two_ranks
 from tests.test_queue_simulation import JumpingLoop
 
 ROOT_HALF, LN_3 = math.sqrt(0.5), math.log(3)
@@ -556,3 +558,75 @@ def test_dynamic_sampling_loses_no_long_or_hard_group(monkeypatch, order, bound)
     assert (
         0.25 < share < 0.45
     )  # the filter's own doing: 0.48 of the hard and 0.75 of the easy have a difference
+
+
+# --- Two ranks, one rollout on both
+
+
+def rank_process(rank: int, folder: str) -> None:
+    """What a rank gets from a batch whose rollout 0 lies on both: GSPO's ratios of a policy that moved, and
+    its part of REINFORCE++'s gradient."""
+    from algos import gspo, reinforce_pp
+
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    found = {}
+    for module in (gspo, reinforce_pp):
+        args = module.Args(max_grad_norm=1e9)
+        args.parallel.num_trainers, args.parallel.micro_batch_tokens, args.parallel.packing = 2, 1, False
+        args.correction_cap, args.minibatches, args.epochs = 2.0, 1, 2 if module is gspo else 1
+        rows, _ = module.make_rows(committed_batch(), args)
+        share = module.make_minibatches(rows, args, step=0)[rank]
+        trainer = module.Trainer(args, "", rank, False)
+        trainer.model = TableLM(torch.zeros(3, 3, dtype=torch.float64))
+        trainer.head = LogprobHead(trainer.model)
+        ((batches, _),) = share[0]
+        found["rollouts"] = [int(b["rollout_index"][0]) for b in batches if b["action_mask"].any()]
+        if module is gspo:
+            trainer.look_ahead(batches, share[1])
+            trainer.model.lm_head.weight.data.copy_(torch.tensor(MOVED, dtype=torch.float64).log().T)
+            trainer.mark_ratios(batches, share[1])
+            found["ratios"] = {
+                int(i): float(x) for b in batches for i, x in zip(b["rollout_index"], b["log_ratio"])
+            }
+        else:
+            args.kl_coef, args.gamma = 0.5, 0.5
+            trainer.ref_model = TableLM(torch.tensor([[0.5, 0.25, 0.25]] * 3, dtype=torch.float64).log())
+            trainer.ref_head = LogprobHead(trainer.ref_model)
+            trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+            trainer.train_step(share, 0.0, None)
+            found["gradient"] = trainer.model.lm_head.bias.grad
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+MOVED = [[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.5, 0.25, 0.25]]
+
+
+def test_a_rollout_on_two_ranks_is_one_rollout(tmp_path):
+    on_two_ranks(rank_process, str(tmp_path), num_ports=0)
+    one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert 0 in one["rollouts"] and 0 in two["rollouts"]
+    # mean log(3 pi) over tokens: .6 .3 .3 after a 0; .1; .6; .3 after a 0 and .6 after a 1
+    expected = [math.log(27 * 0.6 * 0.3 * 0.3) / 3, math.log(0.3), math.log(1.8), math.log(9 * 0.3 * 0.6) / 2]
+    for ratios in (one["ratios"], two["ratios"]):
+        assert [ratios[i] for i in ratios] == pytest.approx([expected[i] for i in ratios], abs=1e-6)
+    a, b = math.log(2 / 3), math.log(4 / 3)
+    faded = [[0.75 - (a + b / 2 + b / 4) / 2, 1.5 - (b + b / 2) / 2, 3 - b / 2], [1 - b / 2], [1 - a / 2],
+             [0.5 - (b + b / 2) / 2, 1 - b / 2]]  # fmt: skip
+    mean = (one["gradient"] + two["gradient"]) / 2
+    assert mean.numpy() == pytest.approx(token_gradient(scaled(faded)), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "gspo", "cispo", "reinforce_pp_baseline", "dapo"])
+def test_a_group_baseline_needs_two_rollouts_and_reinforce_pp_has_none(tmp_path, name):
+    for module_name in (name, "reinforce_pp"):
+        module = importlib.import_module(f"algos.{module_name}")
+        args = module.Args(group_size=1)
+        args.log.output_dir = str(tmp_path / "run")
+        if module_name == "reinforce_pp":
+            assert module.check_flags(args) > 0
+        else:
+            with pytest.raises(FlagError, match="--group-size 1: "):
+                module.check_flags(args)
