@@ -53,6 +53,7 @@ from common.envs.reverse import Reverse
 from common.logger import LogFlags, Logger, mean_of, merge
 from common.logprobs import LogprobHead
 from common.metrics import Stopwatch
+from common.metrics import update_metrics
 from common.models import load_tokenizer, resolve_model
 from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world, make_optimizer
 from common.parallel import sync_gradients

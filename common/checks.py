@@ -17,9 +17,10 @@ import torch
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
-from common.agent import as_messages, encode, render
+from common.agent import as_messages, read_prompt
 from common.env import EnvFlags
 from common.envs import load_env
+from common.envs.pool import EnvError, Server
 from common.models import load_tokenizer, resolve_model
 
 
@@ -101,8 +102,9 @@ def check_env(flag: str, spec: str, flags: EnvFlags) -> tuple[int, list]:
         env = make_env()
         tasks = {split: env.tasks(split) for split in ("train", "eval")}
         empty = [split for split in tasks if not len(tasks[split])]
-        some = [tasks[split][index] for split in tasks for index in range(min(64, len(tasks[split])))]
-        prompts = [make_env().reset(task) for task in some]
+        some = [(split, index) for split in tasks for index in range(min(64, len(tasks[split])))]
+        server = Server(make_env, tasks)
+        prompts = [server.reset(*task)["prompt"] for task in some]
         for prompt in prompts:
             as_messages(prompt, None)  # raises where it is none
     except Exception as error:  # the user's file may raise anything
@@ -258,10 +260,10 @@ def check_tasks(model: str, env: str, eval_env: str | None, data, engine, max_ne
         prompts += check_env("--eval-env", eval_env, data)[1]
     tokenizer, template_args = check_model(model), json.loads(data.chat_template_args)
     try:
-        messages = [as_messages(prompt, data.system_prompt) for prompt in prompts]
-        lengths = [len(encode(tokenizer, render(tokenizer, each, template_args))) for each in messages]
-    except Exception as error:  # a chat template raises what it likes
-        what = f"its chat template refuses a prompt of --env {env}; change the prompts or the model"
-        raise FlagError(f"--model {model}: {what}: {error}") from error
-    check_context(max(lengths), max_new_tokens, engine.max_model_len)
+        read = [read_prompt(tokenizer, prompt, data.system_prompt, template_args) for prompt in prompts]
+    except EnvError as error:
+        what = "its chat template refuses" if error.__cause__ else "it cannot take"
+        what += f" a prompt of --env {env}; change the prompts or the model"
+        raise FlagError(f"--model {model}: {what}: {error.__cause__ or error}") from error
+    check_context(max(len(ids) for _, _, ids in read), max_new_tokens, engine.max_model_len)
     return num_tasks
