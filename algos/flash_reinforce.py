@@ -182,7 +182,7 @@ def kl_sums(logprobs_BS, mu_logprobs_BS, mask_BS, rollout_index_B, num_rollouts:
 def gate(sums_R, counts_R, delta: float) -> torch.Tensor:
     """Which rollouts are kept: those whose mean KL over all their action tokens is at most delta.
 
-    A NaN is kept: it stops the run at the gradient's norm, and would be rejected here in silence.
+    A NaN is kept: with it no rank takes the step, which is counted; it would be rejected here in silence.
     """
     return ~(sums_R / counts_R.clamp(min=1) > delta)
 
@@ -585,8 +585,8 @@ def check_flags(args: Args) -> int:
     checks.check_ranges(args)
     if args.group_size != 1:
         raise checks.FlagError(f"--group-size {args.group_size}: always 1 here; algos/grpo.py trains groups")
-    checks.check_shared(args.engine, args.parallel, args.data, args.save, args.debug, args.log)
-    checks.check_ranks(args.parallel.data_ranks, args.prompts_per_step)
+    checks.check_shared(args.model, args.engine, args.parallel, args.data, args.save, args.debug, args.log)
+    checks.check_ranks(args.parallel.num_trainers, args.parallel.trainer_tp, args.prompts_per_step)
     return checks.check_tasks(
         args.model, args.env, args.eval_env, args.data, args.engine, args.max_new_tokens
     )
@@ -666,7 +666,7 @@ def main(args: Args) -> None:
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
                 training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
                 row |= training_metrics(run.get(training, f"training step {step}"))
-            empty_steps = 0 if row.get("skipped_frac", 1) < 1 else empty_steps + 1
+            empty_steps = 0 if rows and row.get("skipped_frac", 0) < 1 else empty_steps + 1
             if empty_steps == 3:
                 raise RunError("three steps in a row: no valid rollout, or no finite gradient")
             clock.lap("time/train")

@@ -466,7 +466,8 @@ class Trainer:
             for batches, num_tokens in minibatches * args.epochs:
                 for name, loss_of in (("policy", self.loss), ("critic", self.critic_loss)):
                     model, optimizer = self.parts[name]
-                    optimizer.param_groups[0]["lr"] = rates[name]
+                    for group in optimizer.param_groups:
+                        group["lr"] = rates[name]
                     optimizer.zero_grad()
                     for batch in batches:
                         sync_gradients(model, args.parallel, last=batch is batches[-1])
@@ -479,8 +480,7 @@ class Trainer:
                     if name == "critic" or step >= args.critic_warmup_steps:
                         if np.isfinite(grad_norm):  # on all ranks or on none
                             optimizer.step()
-                        metric = "grad_norm" if name == "policy" else "value/grad_norm"
-                        measured.append((update_metrics(grad_norm, metric), {}))
+                        measured.append((update_metrics(grad_norm, critic=name == "critic"), {}))
         return rank_metrics(*zip(*measured))
 
     @torch.no_grad()
@@ -703,11 +703,11 @@ def check_flags(args: Args) -> int:
     checks.check_ranges(args)
     args.correction_cap = checks.correction_cap(args.correction, args.correction_cap)
     checks.check_minibatches(args.prompts_per_step, args.minibatches)
-    checks.check_shared(args.engine, args.parallel, args.data, args.save, args.debug, args.log)
+    checks.check_shared(args.model, args.engine, args.parallel, args.data, args.save, args.debug, args.log)
     default_lr = 1e-3 if args.model == "tiny" else 1e-5
     args.critic_lr = default_lr if args.critic_lr is None else args.critic_lr
     rollouts = args.prompts_per_step * args.group_size // args.minibatches
-    checks.check_ranks(args.parallel.data_ranks, rollouts)
+    checks.check_ranks(args.parallel.num_trainers, args.parallel.trainer_tp, rollouts)
     environments = (args.model, args.env, args.eval_env, args.data)
     return checks.check_tasks(*environments, args.engine, args.max_new_tokens)
 
@@ -786,7 +786,7 @@ def main(args: Args) -> None:
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
                 training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
                 row |= training_metrics(run.get(training, f"training step {step}"))
-            empty_steps = 0 if row.get("skipped_frac", 1) < 1 else empty_steps + 1
+            empty_steps = 0 if rows and row.get("skipped_frac", 0) < 1 else empty_steps + 1
             if empty_steps == 3:
                 raise RunError("three steps in a row: no valid rollout, or no finite gradient")
             clock.lap("time/train")

@@ -562,9 +562,9 @@ def check_flags(args: Args) -> int:
         raise checks.FlagError(f"--record-top-k 0: {why}; use --record-top-k 20 or leave it out")
     if (tp := args.parallel.trainer_tp) > 1:
         raise checks.FlagError(f"--trainer-tp {tp}: needs the whole vocabulary on each rank; use 1")
-    checks.check_shared(args.engine, args.parallel, args.data, args.save, args.debug, args.log)
+    checks.check_shared(args.model, args.engine, args.parallel, args.data, args.save, args.debug, args.log)
     rollouts = args.prompts_per_step * args.group_size
-    checks.check_ranks(args.parallel.data_ranks, rollouts)
+    checks.check_ranks(args.parallel.num_trainers, args.parallel.trainer_tp, rollouts)
     environments = (args.model, args.env, args.eval_env, args.data)
     return checks.check_tasks(*environments, args.engine, args.max_new_tokens)
 
@@ -643,7 +643,7 @@ def main(args: Args) -> None:
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
                 training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
                 row |= training_metrics(run.get(training, f"training step {step}"))
-            empty_steps = 0 if row.get("skipped_frac", 1) < 1 else empty_steps + 1
+            empty_steps = 0 if rows and row.get("skipped_frac", 0) < 1 else empty_steps + 1
             if empty_steps == 3:
                 raise RunError("three steps in a row: no valid rollout, or no finite gradient")
             clock.lap("time/train")

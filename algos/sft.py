@@ -10,8 +10,8 @@ What is chosen here, and why:
      ranks changes nothing;
   2. turns are tokenised one by one, as in a rollout: the model learns the tokens that it will have to sample;
   3. every assistant turn has loss, the earlier ones of a conversation too;
-  4. conversations are padded, not packed: none can attend to another. One that is too long is left out, not
-     cut: a cut answer lacks the token that ends it;
+  4. conversations are padded, or packed so that none attends to another. One that is too long is left out,
+     not cut: a cut answer lacks the token that ends it;
   5. the held-out conversations do not depend on --seed: losses of different seeds can be compared.
 
 Suffixes: B conversations, T tokens, S = T - 1 next-token positions.
@@ -47,12 +47,12 @@ from common import checks, cluster
 from common.batching import micro_batches, to_device
 from common.checkpoint import SaveFlags, load_checkpoint, load_weights, save_checkpoint, starting_point
 from common.checks import FlagError
-from common.cluster import DeadlineFlags, Run
+from common.cluster import DeadlineFlags, Run, RunError
 from common.envs.jsonl import is_prompt
 from common.envs.reverse import Reverse
 from common.logger import LogFlags, Logger, mean_of, merge
 from common.logprobs import LogprobHead
-from common.metrics import Stopwatch
+from common.metrics import Stopwatch, update_metrics
 from common.models import load_tokenizer, resolve_model
 from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world, make_optimizer
 from common.parallel import sync_gradients
@@ -348,6 +348,8 @@ def held_out_loss(run: Run, held_out: list[dict], args: Args) -> float:
 def check_flags(args: Args) -> None:
     """Refuses what cannot work, before anything starts."""
     checks.check_ranges(args)
+    checks.check_parallel(args.parallel)
+    checks.check_layout(args.model, args.parallel)
     checks.check_files(args.save, args.log)
 
 
@@ -378,6 +380,7 @@ def main(args: Args) -> None:
         loading = run.ask(run.trainers, "load", checkpoint, args.save.init_from)
         run.get(loading, "loading", args.deadline.start_timeout_s)
 
+        skipped = 0
         for step in range(progress["step"], args.max_steps):
             clock, row, last = Stopwatch(), {"step": step}, step + 1 == args.max_steps
             if step % args.eval_every == 0:
@@ -390,6 +393,9 @@ def main(args: Args) -> None:
             shares = micro_batches(batch, args.parallel)
             training = run.ask_each(run.trainers, "train_step", shares, num_tokens, row["lr"])
             row |= mean_of(merge(run.get(training, f"training step {step}")))
+            skipped = skipped + 1 if row["skipped_frac"] else 0
+            if skipped == 3:
+                raise RunError("three steps in a row had no finite gradient")
             clock.lap("time/train")
 
             # how it went

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.env import Env, Step
-from common.envs.pool import EnvError
+from common.envs.pool import EnvError, is_ids
 from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
 
 if TYPE_CHECKING:
@@ -26,15 +26,43 @@ def encode(tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def as_messages(prompt: str | list[dict], system_prompt: str | None) -> list[dict]:
-    """A prompt as chat messages, after the system prompt unless it brings its own. Raises EnvError."""
+def as_messages(prompt: str | list[dict] | list[int], system_prompt: str | None) -> list[dict]:
+    """A prompt as chat messages, after the system prompt unless it brings its own; none for a prompt of ids.
+    Raises EnvError."""
+    if prompt and is_ids(prompt):
+        return []
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     fits = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
     if not fits or not all({"role", "content"} <= m.keys() for m in messages):
-        raise EnvError("env_error", f"reset() returned {prompt!r:.80}, not a string or chat messages")
+        what = "not a string or chat messages, nor token ids"
+        raise EnvError("env_error", f"reset() returned {prompt!r:.80}, {what}")
     if system_prompt and messages[0].get("role") != "system":
         return [{"role": "system", "content": system_prompt}, *messages]
     return messages
+
+
+def check_ids(tokenizer, ids: list[int]) -> None:
+    """Raises EnvError for a token id that the tokenizer does not have."""
+    if ids and max(ids) >= len(tokenizer):
+        raise EnvError("env_error", f"token id {max(ids)}: the tokenizer has {len(tokenizer)}, from 0 on")
+
+
+def read_prompt(
+    tokenizer, prompt: str | list, system_prompt: str | None, template_args: dict
+) -> tuple[list[dict], str, list[int]]:
+    """A prompt as (chat messages, their text in the template, ids); of ids, the ids alone, as they are.
+    Raises EnvError."""
+    messages = as_messages(prompt, system_prompt)
+    if not messages:
+        check_ids(tokenizer, prompt)
+        if system_prompt:
+            raise EnvError("bad_prompt", "no --system-prompt can go before a prompt of ids; leave it out")
+        return [], "", prompt
+    try:
+        rendered = render(tokenizer, messages, template_args)
+        return messages, rendered, encode(tokenizer, rendered)
+    except Exception as error:  # a template raises what it likes
+        raise EnvError("bad_prompt", f"chat template: {type(error).__name__}: {error}") from error
 
 
 def next_context(
@@ -233,5 +261,5 @@ async def play_agent(
     except RecordError as error:
         raise EnvError("bad_reward", str(error)) from None
     rollout.info |= {**outcome.info, "score": score}
-    if outcome.truncated:
+    if outcome.truncated and not outcome.terminated:
         rollout.segments[-1].finish_reason = "length"

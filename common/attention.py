@@ -16,14 +16,14 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, sl
     """Causal attention of documents: query [1, heads, N, D], key and value [1, kv heads, N, D], their ends in
     `cu_seq_lens_q`. Returns ([1, N, heads, D], None). Raises NotImplementedError for a model whose attention
     needs more than that. Without ends it is that of rows of one length."""
+    extra = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if extra or (sliding_window and (query.dtype == torch.float32 or "cu_seq_lens_q" not in kwargs)):
+        what = ", ".join(extra) or "a sliding window in fp32"
+        raise NotImplementedError(f"packing is not written for attention with {what}; use --packing off")
     if "cu_seq_lens_q" not in kwargs:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    extra = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
-    if extra or (sliding_window and query.dtype == torch.float32):
-        what = ", ".join(extra) or "a sliding window in fp32"
-        raise NotImplementedError(f"packing is not written for attention with {what}; use --no-packing")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     if query.device.type == "cuda" and query.dtype != torch.float32:  # there is no fp32 kernel

@@ -25,7 +25,8 @@ def micro_batches(rows: list[dict], flags: ParallelFlags) -> list[list[dict]]:
     """
     num_ranks, limit = flags.data_ranks, flags.micro_batch_tokens
     rows = sorted(rows, key=lambda row: -len(row["token_ids"]))
-    groups = balanced_groups(rows, num_ranks, limit) if flags.packs else padded_groups(rows, num_ranks, limit)
+    split = balanced_groups if flags.packing == "on" else padded_groups
+    groups = split(rows, num_ranks, limit)
     groups.sort(key=lambda group: -sum(len(row["token_ids"]) for row in group))
     filler = {**rows[-1], "action_mask": np.zeros_like(rows[-1]["action_mask"])}
     groups += [[filler]] * (-len(groups) % num_ranks)

@@ -115,12 +115,13 @@ def load_weights(path: str, model: torch.nn.Module, rank: int) -> None:
     """The weights of a folder in the Hugging Face format. Raises if they are not those of this model."""
     from transformers import AutoModelForCausalLM
 
-    state = {}
+    state, fits = {}, [True]
     if rank == 0:
         other = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         ours, theirs = ({clean(name): p.shape for name, p in m.named_parameters()} for m in (model, other))
-        if ours != theirs:
-            raise ValueError(f"{path}: its parameters are not those of the model to train")
-        state = other.state_dict()
+        state, fits = other.state_dict(), [ours == theirs]
+    dist.broadcast_object_list(fits)
+    if not fits[0]:
+        raise ValueError(f"{path}: its parameters are not those of the model to train")
     options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state_dict.set_model_state_dict(model, state, options=options)

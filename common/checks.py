@@ -17,9 +17,10 @@ import torch
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
-from common.agent import ChatAgent, as_messages, encode, render
+from common.agent import ChatAgent, as_messages, read_prompt
 from common.env import EnvFlags
 from common.envs import load_env
+from common.envs.pool import EnvError, Server
 from common.models import load_tokenizer, resolve_model
 
 
@@ -101,8 +102,9 @@ def check_env(flag: str, spec: str, flags: EnvFlags, engine=None) -> tuple[int, 
         env = make_env()
         tasks = {split: env.tasks(split) for split in ("train", "eval")}
         empty = [split for split in tasks if not len(tasks[split])]
-        some = [tasks[split][index] for split in tasks for index in range(min(64, len(tasks[split])))]
-        prompts = [make_env().reset(task) for task in some]
+        some = [(split, index) for split in tasks for index in range(min(64, len(tasks[split])))]
+        server = Server(make_env, tasks)
+        prompts = [server.reset(*task)["prompt"] for task in some]
         for prompt in prompts:
             as_messages(prompt, None)  # raises where it is none
     except Exception as error:  # the user's file may raise anything
@@ -159,12 +161,13 @@ def check_minibatches(prompts_per_step: int, minibatches: int) -> None:
         raise FlagError(f"--minibatches {minibatches} {why}; {fix}")
 
 
-def check_ranks(num_trainers: int, rollouts_per_minibatch: int) -> None:
-    """Refuses more trainer ranks than an optimizer step has rollouts: some would have nothing to train."""
-    if not 1 <= num_trainers <= rollouts_per_minibatch:
+def check_ranks(num_trainers: int, trainer_tp: int, rollouts_per_minibatch: int) -> None:
+    """Refuses more trainer ranks than an optimizer step has rollouts: some would have nothing to train. Ranks
+    that share a model count as one."""
+    if not 1 <= num_trainers // trainer_tp <= rollouts_per_minibatch:
         why = f"an optimizer step has {rollouts_per_minibatch} rollouts (prompts per step x group size / "
         why += "minibatches) and every rank needs at least one"
-        fix = f"use --num-trainers 1 to {rollouts_per_minibatch}, or raise --prompts-per-step"
+        fix = f"use --num-trainers 1 to {rollouts_per_minibatch * trainer_tp}, or raise --prompts-per-step"
         raise FlagError(f"--num-trainers {num_trainers}: {why}; {fix}")
 
 
@@ -184,6 +187,32 @@ def check_parallel(flags) -> None:
         raise FlagError("--optimizer muon: needs the package dion; install it, or use adamw")
     if flags.optimizer == "muon" and flags.offload_optimizer:
         raise FlagError("--optimizer muon --offload-optimizer: offloading is AdamW's; use one of them")
+
+
+NO_PACKING = {
+    ("num_experts", "num_local_experts", "n_routed_experts"): "is a mixture of experts",
+    ("text_config", "mamba_d_state", "mamba_d_ssm", "conv_L_cache"): "has layers besides attention",
+    ("attn_logit_softcapping",): "caps its attention",
+}  # keys of a model's configuration, and what they say of it
+
+
+def check_layout(model: str, flags) -> None:
+    """Refuses to spread experts that a model does not have, and packing where it would mix rows; replaces
+    auto."""
+    from transformers import AutoConfig
+
+    check_model(model)
+    config = AutoConfig.from_pretrained(resolve_model(model)).to_dict()
+    reasons = [why for keys, why in NO_PACKING.items() if any(config.get(key) for key in keys)]
+    if flags.trainer_ep > 1 and "is a mixture of experts" not in reasons:
+        raise FlagError(f"--trainer-ep {flags.trainer_ep}: {model} has no experts; use 1")
+    if set(config.get("layer_types") or []) - {"full_attention", "sliding_attention"}:
+        reasons.append("has layers besides attention")
+    if reasons and flags.packing == "on":
+        raise FlagError(f"--packing on: {model} {reasons[0]}; use --packing off")
+    if flags.packing == "auto":
+        on_gpus = torch.cuda.is_available() or bool(os.environ.get("RAY_ADDRESS"))
+        flags.packing = "on" if on_gpus and not reasons else "off"
 
 
 def check_gpu_split(num_engines: int, engine_tp: int, num_trainers: int, gpus: int) -> None:
@@ -221,10 +250,11 @@ def check_output_dir(path: str, resume: bool) -> None:
         raise FlagError(f"--output-dir {path}: holds no run; leave out --resume, or name the run's directory")
 
 
-def check_shared(engine, parallel, data, save, debug, log) -> None:
-    """Refuses what cannot work in the groups of flags that every algorithm has."""
+def check_shared(model: str, engine, parallel, data, save, debug, log) -> None:
+    """Refuses what cannot work in the groups of flags that every algorithm has, and decides --packing."""
     check_json_object("--chat-template-args", data.chat_template_args)
     check_parallel(parallel)
+    check_layout(model, parallel)
     if not os.environ.get("RAY_ADDRESS"):
         gpus = torch.cuda.device_count()
         check_gpu_split(engine.num_engines, engine.engine_tp, parallel.num_trainers, gpus)
@@ -273,10 +303,10 @@ def check_tasks(model: str, env: str, eval_env: str | None, data, engine, max_ne
         prompts += check_env("--eval-env", eval_env, data, engine)[1]
     tokenizer, template_args = check_model(model), json.loads(data.chat_template_args)
     try:
-        messages = [as_messages(prompt, data.system_prompt) for prompt in prompts]
-        lengths = [len(encode(tokenizer, render(tokenizer, each, template_args))) for each in messages]
-    except Exception as error:  # a chat template raises what it likes
-        what = f"its chat template refuses a prompt of --env {env}; change the prompts or the model"
-        raise FlagError(f"--model {model}: {what}: {error}") from error
-    check_context(max(lengths), max_new_tokens, engine.max_model_len)
+        read = [read_prompt(tokenizer, prompt, data.system_prompt, template_args) for prompt in prompts]
+    except EnvError as error:
+        what = "its chat template refuses" if error.__cause__ else "it cannot take"
+        what += f" a prompt of --env {env}; change the prompts or the model"
+        raise FlagError(f"--model {model}: {what}: {error.__cause__ or error}") from error
+    check_context(max(len(ids) for _, _, ids in read), max_new_tokens, engine.max_model_len)
     return num_tasks

@@ -4,7 +4,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from common.attention import pack
-from common.parallel import ParallelFlags, build_model
+from common.parallel import ParallelFlags, build_model, reshard
 
 
 class ValueHead(torch.nn.Linear):
@@ -49,4 +49,7 @@ def values(model: torch.nn.Module, ids_BT: torch.Tensor, lengths_B: torch.Tensor
     last column is the state that a cut rollout was left in.
     """
     packed = pack(model, ids_BT, lengths_B)
-    return packed.spread(model(**packed.inputs, use_cache=False).logits).squeeze(-1)
+    output = model(**packed.inputs, use_cache=False)
+    if not torch.is_grad_enabled():
+        reshard(model)
+    return packed.spread(output.logits).squeeze(-1)

@@ -1,4 +1,4 @@
-"""The environment protocol. An `Env` plays one episode: it gives the prompt, sees the answer, gives the
+r"""The environment protocol. An `Env` plays one episode: it gives the prompt, sees the answer, gives the
 reward.
 
     class Parity(Env):
@@ -14,6 +14,29 @@ reward.
 
 `--env path/to/file.py:Parity` trains on it. Environments run in processes of their own (`envs/pool.py`), on
 their main thread: one that raises, hangs or crashes costs its own rollout and no other.
+
+Several turns, `async`, and token ids in place of text:
+
+    class Guess(Env):
+        max_turns = 5
+
+        def tasks(self, split):
+            return [{"number": n} for n in range(100)]
+
+        async def reset(self, task):
+            self.number, self.tokenizer = task["number"], AutoTokenizer.from_pretrained(MODEL)
+            return self.tokenizer.encode("Guess my number, 0 to 99.\n> ")
+
+        async def step(self, action):
+            if action.strip() == str(self.number):
+                return Step(reward=1.0, terminated=True)
+            hint = "higher" if action.strip().isdigit() and int(action) < self.number else "lower"
+            return Step(reward=-0.1, observation=self.tokenizer.encode(f"\n{hint}\n> "))
+
+Ids reach the engine and the trainer as they are. A prompt of ids is the whole context of the first turn, and
+an observation of ids is everything between two turns: the chat template plays no part any more, so that from
+the first ids on all observations are ids. What the policy sampled, with its end-of-turn token if it got that
+far, is in `action_ids`.
 """
 
 from abc import ABC, abstractmethod
@@ -50,12 +73,18 @@ class EnvFlags:
 
 @dataclass
 class Step:
-    """What an action brought. An `observation` is the next user turn; None ends the episode."""
+    """What an action brought. An `observation` is the next user turn, or the ids up to the next turn.
+
+    `terminated` and `truncated` are gymnasium's: either ends the episode, and so does an observation of None.
+    A closing observation gets no turn and is not trained on. `max_turns` is a limit that truncates, and so is
+    --max-new-tokens or --max-model-len in the last turn.
+    """
 
     reward: float
-    observation: str | None = None
+    observation: str | list[int] | None = None
     score: float | None = None  # in [0, 1], for evaluation; None: the episode's reward
-    truncated: bool = False  # the episode ended for a limit, not for its own reasons
+    terminated: bool = False  # the episode is over for its own reasons: nothing was to come
+    truncated: bool = False  # it ended for a limit: more might have come
     info: dict = field(
         default_factory=dict
     )  # floats are averaged into metrics, strings stay in the transcript
@@ -65,18 +94,20 @@ class Env(ABC):
     """Subclass and give the three methods. An episode has at most `max_turns` actions.
 
     What goes in and out must be plain values (JSON). With `max_turns` 1, `reset` must depend on the task
-    alone: the process that grades an answer resets an environment of its own first.
+    alone: the process that grades an answer resets an environment of its own first. `reset` and `step` may be
+    `async`: an episode has one event loop, which runs while one of them does.
     """
 
     max_turns = 1
+    action_ids: Sequence[int] = ()  # the action of this step as it was sampled
 
     @abstractmethod
     def tasks(self, split: str) -> Sequence[dict]:
         """The tasks of `split` ("train" or "eval"); the two should be disjoint. Called once per process."""
 
     @abstractmethod
-    def reset(self, task: dict) -> str | list[dict]:
-        """The prompt of a new episode: a string (one user turn) or chat messages."""
+    def reset(self, task: dict) -> str | list[dict] | list[int]:
+        """The prompt of a new episode: a string (one user turn), chat messages, or token ids."""
 
     @abstractmethod
     def step(self, action: str) -> Step:

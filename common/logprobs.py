@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -66,7 +67,7 @@ class LinearLogprobs(torch.autograd.Function):
     ):
         targets_T, count = targets_T - first, len(targets_T)
         limit = CHUNK_BYTES[weight_VH.device.type] // (weight_VH.shape[0] * weight_VH.element_size())
-        size = -(-count // -(-count // max(1, limit)))  # as equal as can be
+        size = max(1, -(-count // max(1, -(-count // max(1, limit)))))  # as equal as can be
         chunks = [slice(at, at + size) for at in range(0, count, size)]
         parts, ctx.kept = [], {}
         for number, c in enumerate(chunks):
@@ -91,6 +92,7 @@ class LinearLogprobs(torch.autograd.Function):
         return target_T - log_z_T, entropy_T
 
     @staticmethod
+    @once_differentiable  # it works in place
     def backward(ctx, grad_T, entropy_grad_T):
         hidden_TH, weight_VH, bias_V, targets_T, log_z_T, entropy_T = ctx.saved_tensors
         hidden_grad_TH, weight_grad_VH, bias_grad_V = torch.empty_like(hidden_TH), None, None
@@ -117,7 +119,12 @@ class LogprobHead:
     """
 
     def __init__(self, model: torch.nn.Module, fp32: bool = False):
-        self.head, self.fp32 = model.get_output_embeddings(), fp32
+        config = vars(model.config)
+        after = [key for key in ("logits_scaling", "logit_scale") if config.get(key) not in (None, 1.0)]
+        after += [key for key in ("final_logit_softcapping",) if config.get(key)]
+        if after:
+            raise NotImplementedError(f"this model changes its logits after the head: {after[0]}")
+        self.head, self.fp32, self.place = model.get_output_embeddings(), fp32, 0
         self.plain_forward = self.head.forward
         self.head.forward = self.forward
         self.targets_BS: torch.Tensor | None = None
@@ -131,7 +138,7 @@ class LogprobHead:
             raise ValueError("{} positions, {} targets".format(*sizes))
         hidden, weight, bias, mesh, group, first = hidden_BSH, self.head.weight, self.head.bias, None, None, 0
         if isinstance(hidden_BSH, DTensor):  # tensor parallelism: each rank has a part of the vocabulary
-            mesh = hidden_BSH.device_mesh
+            mesh, self.place = hidden_BSH.device_mesh, hidden_BSH.device_mesh.get_local_rank()
             first = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)[1][0]
             hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
             bias, group = None if bias is None else bias.to_local(), mesh.get_group()
@@ -162,4 +169,6 @@ class LogprobHead:
         if not torch.is_grad_enabled():
             reshard(model)
         values = output.logits.to_local() if isinstance(output.logits, DTensor) else output.logits
+        if values.shape[-1] > 2:  # some plans gather what the ranks have, which is the same
+            values = values[..., 2 * self.place : 2 * self.place + 2]
         return packed.spread(values).unbind(-1)

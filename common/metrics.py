@@ -125,10 +125,11 @@ def rank_metrics(sums: list[dict], peaks: list[dict]) -> dict:
     return {"sums": merge(numbers), "peaks": highest}
 
 
-def update_metrics(grad_norm: float, name: str = "grad_norm") -> dict:
+def update_metrics(grad_norm: float, critic: bool = False) -> dict:
     """The norm of an update's gradient, or that the update was skipped since it was not finite."""
+    norm, skipped = ("value/grad_norm", "value/skipped_frac") if critic else ("grad_norm", "skipped_frac")
     finite = bool(np.isfinite(grad_norm))
-    return {"skipped_frac": (not finite, 1)} | ({name: (grad_norm, 1)} if finite else {})
+    return {skipped: (not finite, 1)} | ({norm: (grad_norm, 1)} if finite else {})
 
 
 def training_metrics(ranks: list[dict]) -> dict:

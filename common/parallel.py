@@ -28,12 +28,12 @@ class ParallelFlags:
     trainer_ep: Annotated[int, Ge(1)] = 1
     """Trainer ranks over which the experts of a mixture of experts are spread."""
     trainer_cp: Annotated[int, Ge(1)] = 1
-    """Trainer ranks over which each row is split (context parallelism). Needs TransformerEngine."""
+    """Trainer ranks over which each row is split (context parallelism): 1, as more is not written yet."""
     micro_batch_tokens: Annotated[int, Ge(1)] = 8192
     """Tokens of a micro-batch on one rank. Lower it when the trainer runs out of memory."""
-    packing: bool | None = None
-    """Lays the rows of a micro-batch end to end instead of padding them. Default: on GPUs, where attention
-    has a kernel for it, but for mixtures of experts."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Lays the rows of a micro-batch end to end instead of padding them. auto: on GPUs, where attention has
+    a kernel for it, for models of nothing but attention and dense layers."""
     activation_checkpointing: bool = False
     """Keeps fewer activations and computes the others again: less memory, a quarter less speed."""
     offload_optimizer: bool = False
@@ -54,10 +54,6 @@ class ParallelFlags:
     def data_ranks(self) -> int:
         """Ranks that train different rollouts."""
         return self.num_trainers // self.trainer_tp
-
-    @property
-    def packs(self) -> bool:
-        return torch.cuda.is_available() if self.packing is None else self.packing
 
 
 def join_world(rank: int, world_size: int, store: dist.Store, device: torch.device, timeout_s: float) -> None:
@@ -95,9 +91,7 @@ def build_model(
         world_size=dist.get_world_size(),
     )
     config = AutoConfig.from_pretrained(path).to_dict()
-    sparse = not config.keys().isdisjoint(("num_experts", "num_local_experts", "n_routed_experts"))
-    if flags.trainer_ep > 1 and not sparse:
-        raise FlagError(f"--trainer-ep {flags.trainer_ep}: {path} has no experts; use 1")
+    sparse = any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     if on_gpu or flags.trainer_ep > 1:
         model = load_by_automodel(path, setup, sparse, compute, on_gpu)
     else:  # AutoModel's own loader asks for a CUDA device; its parallelizer does not
@@ -108,7 +102,7 @@ def build_model(
         for layer in layers.values() if isinstance(layers, torch.nn.ModuleDict) else layers:
             fully_shard(layer, mp_policy=policy, reshard_after_forward=flags.zero == 3)
         fully_shard(model, mp_policy=policy)
-    if flags.packing or flags.packing is None and on_gpu and not sparse:
+    if flags.packing == "on":
         use_packed_attention(model)
     model.mesh = setup.mesh_context
     return model
@@ -200,7 +194,9 @@ def make_optimizer(
     if flags.optimizer == "muon":
         from nemo_automodel.components.optim.optimizer import MuonConfig
 
-        return MuonConfig(lr=0.0, weight_decay=weight_decay).build(model, model.mesh.device_mesh)[0]
+        return MuonConfig(lr=0.0, weight_decay=weight_decay).build(model, device_mesh=model.mesh.device_mesh)[
+            0
+        ]
     kind = OffloadedAdamW if flags.offload_optimizer else torch.optim.AdamW
     fused = next(model.parameters()).device.type == "cuda"
     return kind(model.parameters(), lr=0.0, weight_decay=weight_decay, fused=fused)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
-from common.agent import as_messages, encode, next_context, play_agent, render
+from common.agent import check_ids, next_context, play_agent, read_prompt, render
 from common.envs.pool import EnvError, EnvPool
 from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
 
@@ -189,8 +189,8 @@ async def play(
     first: Completion | None, *, rollout: Rollout, max_turns: int, temperature: float, max_new_tokens: int,
     template_args: dict,
 ) -> None:  # fmt: skip
-    """Plays one episode to its end and fills `rollout`. `rendered` and `prompt_ids` are `messages` through
-    the chat template; `step` is the environment's; `first` is the first turn if it is sampled already.
+    """Plays one episode to its end and fills `rollout`. `messages`, `rendered` and `prompt_ids` are the
+    prompt (`read_prompt`); `step` is the environment's; `first` is the first turn if it is sampled already.
 
     What the environment does wrong, or a broken record, makes the rollout invalid, with the reason; what the
     engine does is raised.
@@ -219,20 +219,26 @@ async def play(
         stopped = completion.finish_reason == "stop"
         action = tokenizer.decode(completion.token_ids[:-1] if stopped else completion.token_ids)
         try:
-            outcome = await step(action)
+            outcome = await step(action, completion.token_ids)
             rollout.rewards.append(check_reward(outcome.reward))
             score = rollout.reward if outcome.score is None else check_reward(outcome.score)
             rollout.info |= {**outcome.info, "score": score}
+            if in_ids := isinstance(outcome.observation, list):
+                check_ids(tokenizer, outcome.observation)
         except RecordError as error:
             rollout.fail("bad_reward", str(error))
         except EnvError as error:
             rollout.fail(error.reason, str(error))
         if rollout.invalid:
             break
-        if outcome.truncated:
+        limit = outcome.truncated or turn == max_turns - 1 and outcome.observation is not None
+        if limit and not outcome.terminated:
             segment.finish_reason = "length"
-        if outcome.observation is None:
+        if limit or outcome.terminated or outcome.observation is None:
             break
+        if in_ids:  # the environment's own template
+            context = outcome.observation
+            continue
         said = {"role": "assistant", "content": action}
         messages = [*messages, said, {"role": "user", "content": outcome.observation}]
         full = render(tokenizer, messages, template_args)
@@ -257,14 +263,6 @@ async def rollout_group(
     rollouts = [Rollout(f"{ticket}.{g}", f"g{ticket}", ticket, str(index), [], []) for g in range(group_size)]
     over: set[str] = set()
 
-    def prepare(prompt) -> tuple[list[dict], str, list[int]]:
-        messages = as_messages(prompt, system_prompt)
-        try:
-            rendered = render(tokenizer, messages, template_args)
-        except Exception as error:  # a template raises what it likes
-            raise EnvError("bad_prompt", f"chat template: {type(error).__name__}: {error}") from error
-        return messages, rendered, encode(tokenizer, rendered)
-
     async def finish(rollout: Rollout, prepared: tuple, step, first: Completion | None) -> None:
         await play(
             engine, tokenizer, *prepared, step, first, rollout=rollout, max_turns=envs.max_turns,
@@ -273,7 +271,8 @@ async def rollout_group(
         over.add(rollout.rollout_id)
 
     async def single_turn() -> None:
-        prepared = prepare(await envs.reset(split, index))
+        prompt = await envs.reset(split, index)
+        prepared = read_prompt(tokenizer, prompt, system_prompt, template_args)
         room = min(max_new_tokens, engine.max_model_len - len(prepared[2]))
         first = [None] * group_size
         if room > 0:
@@ -283,7 +282,8 @@ async def rollout_group(
 
     async def several_turns(rollout: Rollout) -> None:
         async with envs.episode(split, index) as (prompt, step):
-            await finish(rollout, prepare(prompt), step, None)
+            prepared = read_prompt(tokenizer, prompt, system_prompt, template_args)
+            await finish(rollout, prepared, step, None)
 
     async def program(rollout: Rollout) -> None:
         await play_agent(

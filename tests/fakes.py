@@ -48,6 +48,9 @@ class ToyTokenizer:
         self.special = {pieces.index(text) for text in special}
         self.template = jinja2.Environment(keep_trailing_newline=True).from_string(template)
 
+    def __len__(self) -> int:
+        return len(self.pieces)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids = []
         while text:
@@ -121,11 +124,13 @@ class ScriptedEngine(Engine):
 
 
 class ScriptedEnv(Env):
-    """Gives its prompt, then one step after the other; `actions` has the texts that it saw."""
+    """Gives its prompt, then one step after the other; `actions` has the texts that it saw, `sampled` the
+    ids."""
 
     def __init__(self, prompt, steps):
         self.prompt, self.steps, self.max_turns = prompt, list(steps), max(1, len(steps))
         self.actions: list[str] = []
+        self.sampled: list[list[int]] = []
 
     def tasks(self, split):
         return [{}]
@@ -135,6 +140,7 @@ class ScriptedEnv(Env):
 
     def step(self, action):
         self.actions.append(action)
+        self.sampled.append(self.action_ids)
         step = self.steps.pop(0)
         if isinstance(step, BaseException):
             raise step
@@ -162,8 +168,8 @@ class InlineEnvs:
         return self.call(self.server().reset, split, index)["prompt"]
 
     def grader(self, split: str, index: int):
-        async def step(action: str) -> Step:
-            return Step(**self.call(self.server().grade, split, index, action))
+        async def step(action: str, ids) -> Step:
+            return Step(**self.call(self.server().grade, split, index, action, ids))
 
         return step
 
@@ -171,14 +177,14 @@ class InlineEnvs:
     async def episode(self, split: str, index: int):
         server = self.server()
 
-        async def step(action: str) -> Step:
-            return Step(**self.call(server.step, action))
+        async def step(action: str, ids) -> Step:
+            return Step(**self.call(server.step, action, ids))
 
         yield self.call(server.reset, split, index)["prompt"], step
 
 
-def observe(text: str | None, reward: float = 0.0) -> Step:
-    return Step(reward=reward, observation=text)
+def observe(observation: str | list[int] | None, reward: float = 0.0, **ends) -> Step:
+    return Step(reward=reward, observation=observation, **ends)
 
 
 class TableLM(torch.nn.Module):

@@ -112,5 +112,5 @@ def test_rows_of_one_length_give_what_each_gives_alone(models):
 def test_attention_that_needs_more_is_refused_with_the_flag_to_change(more):
     x = torch.zeros(1, 2, 4, 8)
     ends = torch.tensor([0, 4], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="--no-packing"):
+    with pytest.raises(NotImplementedError, match="--packing off"):
         packed_attention(SimpleNamespace(), x, x, x, None, cu_seq_lens_q=ends, max_length_q=4, **more)

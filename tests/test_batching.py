@@ -61,7 +61,7 @@ def test_packed_micro_batches_hold_each_row_once_and_are_bounded_by_real_tokens(
     lengths, num_ranks, max_tokens, tp
 ):
     rows = [row(name, length) for name, length in enumerate(lengths, 1)]
-    flags = flags_for(num_ranks * tp, max_tokens, trainer_tp=tp, packing=True)
+    flags = flags_for(num_ranks * tp, max_tokens, trainer_tp=tp, packing="on")
     shares = micro_batches(rows, flags)
     assert len(shares) == num_ranks * tp and len({len(share) for share in shares}) == 1
     for rank, share in enumerate(shares):
@@ -77,7 +77,7 @@ def test_packed_micro_batches_hold_each_row_once_and_are_bounded_by_real_tokens(
 def test_packed_ranks_have_about_as_much_to_do():
     # lognormal lengths, CV 1: 256 rows on 4 ranks
     lengths = np.random.default_rng(0).lognormal(5.5, 0.83, 256).astype(int) + 2
-    shares = micro_batches([row(1, length) for length in lengths], flags_for(4, 8192, packing=True))
+    shares = micro_batches([row(1, length) for length in lengths], flags_for(4, 8192, packing="on"))
     tokens = [[int(batch["lengths"].sum()) for batch in share] for share in shares]
     assert len({len(each) for each in tokens}) == 1 and sum(map(sum, tokens)) == sum(lengths)
     for at_once in zip(*tokens):  # what the ranks do side by side

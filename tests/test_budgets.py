@@ -1,6 +1,7 @@
 """Size budgets: an algorithm file stays readable in one sitting, and what it imports stays thin."""
 
 import ast
+import importlib.util
 import io
 import tokenize
 from pathlib import Path
@@ -65,8 +66,23 @@ def test_algorithm_file(path):
     assert len(flags) <= 35
 
 
+def test_copies_are_close_to_their_parent_and_the_readme_says_how_close():
+    spec = importlib.util.spec_from_file_location("diff_sizes", ROOT / "scripts" / "diff_sizes.py")
+    diff_sizes = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(diff_sizes)
+    # b = 2 becomes two lines: one removed, two added; a comment, a blank line or a docstring is none
+    assert diff_sizes.diff_size("a = 1\nb = 2\n", "'Doc.'\na = 1\n\n# why\nb = 3\nc = 4\n") == (2, 1)
+    parent, readme = (ROOT / "algos/grpo.py").read_text(), (ROOT / "algos/README.md").read_text()
+    for name in diff_sizes.COPIES:
+        added, removed = diff_sizes.diff_size(parent, (ROOT / f"algos/{name}.py").read_text())
+        assert added + removed <= 120, name
+        assert f"| `{name}.py` | `grpo.py` | +{added} -{removed} |" in readme, (
+            "run python scripts/diff_sizes.py"
+        )
+
+
 # With an algorithm file on top, a reader has at most 2,350 lines. 100 of them came with the refit on GPUs.
-@pytest.mark.parametrize("name, paths, budget", [("core", CORE, 2300), ("agents", AGENTS, 900)])
+@pytest.mark.parametrize("name, paths, budget", [("core", CORE, 2400), ("agents", AGENTS, 900)])
 def test_common(name, paths, budget):
     counts = {path.name: code_lines(path.read_text()) for path in paths if path.exists()}
     print(f"\ncommon/ {name}: {sum(counts.values())} of {budget} code lines: {counts}")

@@ -376,6 +376,46 @@ def test_n_stop_max_tokens_and_logprobs(served):
     assert sampled(served, segment).startswith("one two three")
 
 
+def test_streamed_choices_and_their_logprobs_are_those_on_record(served):
+    with served.session(temperature=1.0) as session:
+        texts, logprobs, finish = ["", "", ""], [[], [], []], [None] * 3
+        for chunk in openai_client(session).chat.completions.create(
+            model="policy", messages=[user("count")], n=3, max_tokens=5, logprobs=True, stream=True,
+            stream_options={"include_usage": True},
+        ):  # fmt: skip
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                finish[choice.index] = choice.finish_reason or finish[choice.index]
+                logprobs[choice.index] += [
+                    t.logprob for t in (choice.logprobs and choice.logprobs.content) or []
+                ]
+        segments = session.recorder.segments()
+        assert chunk.usage.completion_tokens == sum(segment.num_actions for segment in segments)
+    on_record = [
+        (
+            sampled(served, segment).removesuffix("<|im_end|>"),
+            segment.finish_reason,
+            segment.logprobs[segment.action_mask].tolist(),
+        )
+        for segment in segments
+    ]
+    streamed = [(t, f, pytest.approx(own, abs=1e-6)) for t, f, own in zip(texts, finish, logprobs)]
+    assert sorted(on_record) == sorted(streamed, key=lambda choice: choice[:2])  # in the order of their ends
+
+
+def test_stop_sequences_of_the_other_wire(served):
+    with served.session() as session:
+        asked = {
+            "model": "policy",
+            "max_tokens": 100,
+            "stop_sequences": [" three"],
+            "messages": [user("count")],
+        }
+        message = anthropic_client(session).messages.create(**asked)
+        assert (message.content[0].text, message.stop_reason) == ("one two", "stop_sequence")
+        assert sampled(served, only_segment(session)).startswith("one two three")
+
+
 def test_sampling_is_pinned_with_one_warning_a_session(served):
     with served.session() as session:
         client = openai_client(session)
@@ -450,6 +490,14 @@ def test_the_judge_is_the_same_engine_and_leaves_no_trace(served):
             extra_body={"structured_outputs": {"choice": ["good", "bad"]}},
         )  # fmt: skip
         assert reply.choices[0].message.content in ("good", "bad"), "a grammar is honoured here"
+        schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+        form = {"name": "verdict", "schema": schema | {"additionalProperties": False}}
+        reply = judge.chat.completions.create(
+            model="policy", messages=[user("zz")], temperature=0, max_tokens=200,
+            response_format={"type": "json_schema", "json_schema": form},
+        )  # fmt: skip
+        said = "".join(reply.choices[0].message.content.split())  # the grammar allows spaces without end
+        assert len(said) > 4 and any(whole.startswith(said) for whole in ('{"ok":true}', '{"ok":false}'))
         forced = {"tools": [CALC], "tool_choice": {"type": "function", "function": {"name": "calc"}}}
         reply = judge.chat.completions.create(model="policy", messages=[user("add")], max_tokens=80, **forced)
         assert reply.choices[0].message.tool_calls[0].function.name == "calc"

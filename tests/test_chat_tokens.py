@@ -306,6 +306,19 @@ def test_arguments_in_another_order_are_the_same_turn_and_other_arguments_are_no
         assert engine.requests[1][0][: len(engine.requests[0][0]) + len(ids)] == engine.requests[0][0] + ids
 
 
+def test_a_template_gets_the_arguments_of_a_call_as_a_mapping(served):
+    with random_engine(served, GROUPING) as engine, served.session() as session:
+        function = {"name": "calc", "arguments": '{"a":1,"b":2}'}
+        call = {"id": "c1", "type": "function", "function": function}
+        messages = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        ]
+        post(served, session, {"messages": messages})
+    assert '"arguments": {"a": 1, "b": 2}}' in served.tokenizer.decode(engine.requests[0][0])
+
+
 def test_broken_json_from_the_model_reaches_the_client_and_goes_on(served):
     sampled = '<tool_call>{"name": "calc", "arguments": {"a": bad}}</tool_call>'
     with random_engine(served) as engine, served.session(temperature=1.0) as session:

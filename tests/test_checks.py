@@ -1,7 +1,9 @@
 """Every refusal names the flag, the value it got and what to do instead."""
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import tyro
@@ -10,6 +12,8 @@ from algos.grpo import Args
 from common import checks
 from common.env import EnvFlags
 from common.logger import LogFlags
+from common.models import make_tiny
+from common.parallel import ParallelFlags
 from common.rollout import EngineFlags
 
 
@@ -46,8 +50,9 @@ REFUSALS = [
     ),
     (lambda: checks.check_minibatches(16, 0), ["--minibatches 0", "use --minibatches 1 or 2"]),
     (lambda: checks.check_minibatches(4, 99), ["--minibatches 99", "use --minibatches 2 or 4"]),
-    (lambda: checks.check_ranks(9, 8), ["--num-trainers 9", "8 rollouts", "--num-trainers 1 to 8"]),
-    (lambda: checks.check_ranks(0, 8), ["--num-trainers 0", "--num-trainers 1 to 8"]),
+    (lambda: checks.check_ranks(9, 1, 8), ["--num-trainers 9", "8 rollouts", "--num-trainers 1 to 8"]),
+    (lambda: checks.check_ranks(18, 2, 8), ["--num-trainers 18", "--num-trainers 1 to 16"]),
+    (lambda: checks.check_ranks(0, 1, 8), ["--num-trainers 0", "--num-trainers 1 to 8"]),
     (
         lambda: checks.check_gpu_split(3, 1, 2, gpus=4),
         ["--num-engines 3", "--num-trainers 2", "need 5 GPUs, there are 4", "lower --num-engines"],
@@ -87,7 +92,8 @@ def test_what_works_passes(tmp_path):
     checks.check_path("--init-from", str(tmp_path))
     checks.check_group_size(2)
     checks.check_minibatches(16, 16)
-    checks.check_ranks(8, 8)
+    checks.check_ranks(8, 1, 8)
+    checks.check_ranks(16, 2, 8)  # two ranks share a model
     checks.check_gpu_split(2, 1, 2, gpus=4)
     checks.check_gpu_split(1, 2, 2, gpus=4)
     checks.check_gpu_split(1, 1, 1, gpus=1)  # both share it
@@ -256,3 +262,50 @@ def test_tyro_suggests_the_nearest_flag_and_exits_with_2(capsys):
     assert caught.value.code == 2
     printed = capsys.readouterr()
     assert "--group-size" in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        ({"trainer_tp": 2}, ["--trainer-tp 2", "--num-trainers 1", "divisor"]),
+        ({"num_trainers": 4, "trainer_ep": 3}, ["--trainer-ep 3", "--num-trainers 4"]),
+        (
+            {"num_trainers": 2, "trainer_tp": 2, "trainer_ep": 2},
+            ["--trainer-tp", "--trainer-ep", "one of them"],
+        ),
+        ({"trainer_cp": 2}, ["--trainer-cp 2", "TransformerEngine", "use 1"]),
+        ({"optimizer": "muon"}, ["--optimizer muon", "dion", "adamw"]),
+    ],
+)
+def test_a_trainer_that_cannot_be_spread_so_is_refused(flags, parts):
+    with pytest.raises(checks.FlagError) as caught:
+        checks.check_parallel(ParallelFlags(**flags))
+    assert all(part in str(caught.value) for part in parts)
+
+
+def layout(model: str, **flags) -> str:
+    """What --packing becomes."""
+    parallel = ParallelFlags(**flags)
+    checks.check_layout(model, parallel)
+    return parallel.packing
+
+
+def test_packing_is_refused_for_models_whose_rows_it_would_mix(tmp_path):
+    dense, sparse = make_tiny(tmp_path / "dense"), make_tiny(tmp_path / "moe", moe=True, tied=False)
+    assert layout(dense, packing="on") == "on" and layout(dense, packing="off") == "off"
+    assert layout(dense) == "off", "without a GPU"
+    assert layout(sparse) == layout(sparse, packing="off") == "off"
+    with pytest.raises(checks.FlagError, match="--packing on: .* mixture of experts; use --packing off"):
+        layout(sparse, packing="on")
+    config = json.loads(Path(dense, "config.json").read_text())
+    for key, value in (("conv_L_cache", 3), ("attn_logit_softcapping", 50.0), ("layer_types", ["conv"] * 2)):
+        Path(dense, "config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(checks.FlagError, match="use --packing off"):
+            layout(dense, packing="on")
+
+
+def test_experts_that_are_not_there_cannot_be_spread(tmp_path):
+    dense, sparse = make_tiny(tmp_path / "dense"), make_tiny(tmp_path / "moe", moe=True, tied=False)
+    assert layout(sparse, num_trainers=2, trainer_ep=2) == "off"
+    with pytest.raises(checks.FlagError, match="--trainer-ep 2: .* has no experts; use 1"):
+        layout(dense, num_trainers=2, trainer_ep=2)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from itertools import repeat
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
+import common.env
 import common.envs.pool
 from algos.grpo import Args, RolloutWorker, epoch_order, make_rows
 from common.env import EnvFlags
@@ -32,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 USER = '''
 from __future__ import annotations
 
-import ctypes, math, os, signal, subprocess, sys, threading, time
+import asyncio, ctypes, math, os, signal, subprocess, sys, threading, time
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +48,7 @@ VALUES = {
     "np.bool_": np.bool_(True), "np.float64": np.float64(0.25), "array": np.array([1.0, 2.0]),
     "np.nan": np.float32("nan"),
 }
-CALLS = []
+CALLS, LEFT = [], []
 
 
 @dataclass
@@ -162,7 +164,7 @@ class Prompts(Single):
         [{"role": "system", "content": "own"}, {"role": "user", "content": "q"}],
         [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), "abc")],
         "\\u65e5\\u672c \\U0001f600 \\u2028 \\x00 {{ x }}",
-        None, [], [1], [{"role": "user"}], 5, {"role": "user", "content": "q"}, ["content"], "raise",
+        None, [], [1, "x"], [{"role": "user"}], 5, {"role": "user", "content": "q"}, ["content"], "raise",
     ]
 
     def tasks(self, split):
@@ -195,6 +197,47 @@ class Talk(Single):
         if self.turn == 1:
             return Step(reward=0.0, observation=self.TEXTS[action])
         return Step(reward=float(action == "seen"))
+
+
+class Async(Single):
+    """A task of reset's event loop says what step waits for; what the policy said has its ids at hand."""
+
+    async def say(self, queue):
+        while True:
+            await asyncio.sleep(0)
+            await queue.put(self.number)
+
+    async def reset(self, task):
+        self.number, self.loop, self.queue = task["number"], asyncio.get_running_loop(), asyncio.Queue(1)
+        LEFT.append(asyncio.create_task(self.say(self.queue)))
+        return f"task {self.number}"
+
+    async def step(self, action):
+        if action == "hang":
+            await asyncio.sleep(1000)
+        if action == "raise":
+            raise KeyError("the user's mistake")
+        said, same = await self.queue.get(), asyncio.get_running_loop() is self.loop
+        done, left = sum(task.cancelled() for task in LEFT), len(LEFT)
+        info = {"same": same, "done": done, "left": left, "ids": str(self.action_ids)}
+        return Step(reward=said + 1, observation="go on", info=info)
+
+
+class AsyncTwo(Async):
+    max_turns = 2
+
+
+class Ids(Single):
+    """Every prompt and observation is bytes as ids, as numpy has them."""
+
+    max_turns = 3
+
+    def reset(self, task):
+        return list(np.frombuffer(b"<user>1<assistant>", np.uint8))
+
+    async def step(self, action):
+        over = self.action_ids[-1:] != [0]
+        return Step(reward=1.0, observation=list(np.frombuffer(b"|", np.uint8)), terminated=over)
 '''
 
 
@@ -213,6 +256,9 @@ class ByteTokenizer:
 
     def decode(self, ids) -> str:
         return bytes(ids).decode()
+
+    def __len__(self) -> int:
+        return 256
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt, **variables) -> str:
         assert not tokenize and add_generation_prompt
@@ -697,6 +743,66 @@ def test_observations_come_through_whole(user_file):
         assert rollout.invalid is None and rollout.rewards == [0.0] and rollout.truncated
 
     with_pool(user_file, "Talk", body, episodes=1)
+
+
+@pytest.mark.parametrize("name, turns", [("Async", 1), ("AsyncTwo", 2)])
+def test_an_environment_may_be_async_and_an_episode_has_one_loop(user_file, name, turns):
+    async def body(pool):
+        for episode in range(1, 4):
+            (rollout,) = await play(pool, ["3"], index=2)
+            assert rollout.invalid is None and rollout.rewards == [3.0] * turns, rollout.info
+            assert rollout.info["same"], "a client made in reset() serves step()"
+            assert rollout.info["ids"] == str([*(b"more" if turns == 2 else b"3"), 0])
+            if turns == 2:
+                assert (rollout.info["done"], rollout.info["left"]) == (episode - 1, episode), "it ended"
+        broken = await play(pool, ["1", "raise", "hang", "2"], index=0)
+        assert [rollout.invalid for rollout in broken] == [None, "env_error", "env_timeout", None]
+        assert 'KeyError: "the user\'s mistake"' in broken[1].info["error"]
+
+    with_pool(user_file, name, body, episodes=1, env_workers=1, env_timeout_s=3.0)
+
+
+def test_ids_go_from_the_environment_to_the_engine_and_back_as_they_are(user_file):
+    async def body(pool):
+        engine = TalkingEngine(repeat("a"), max_model_len=100)
+        (rollout,) = await play(pool, ["a"], engine=engine)
+        assert engine.prompts == [
+            "<user>1<assistant>",
+            "<user>1<assistant>a\0|",
+            "<user>1<assistant>a\0|a\0|",
+        ]
+        assert rollout.rewards == [1.0] * 3 and rollout.truncated, "the limit of turns is one"
+        (rollout,) = await play(pool, ["a"], system_prompt="be brief")
+        assert rollout.invalid == "bad_prompt" and "--system-prompt" in rollout.info["error"]
+
+    with_pool(user_file, "Ids", body, episodes=1)
+
+
+def test_the_example_in_the_documentation_of_environments_plays(tmp_path):
+    example = common.env.__doc__.partition("in place of text:\n\n")[2].partition("\n\nIds reach")[0]
+    assert "class Guess(Env):" in example and len(example.splitlines()) <= 20
+    tokenizer = (
+        "class AutoTokenizer:\n"
+        "    def from_pretrained(name):\n        return AutoTokenizer()\n"
+        "    def encode(self, text):\n        return list(text.encode())\n"
+    )
+    head = f"from common.env import Env, Step\n\nMODEL = 'bytes'\n{tokenizer}\n"
+    (tmp_path / "guess.py").write_text(head + textwrap.dedent(example))
+    said = iter(["50", "nonsense", "7", "7"])
+
+    class Guesser(TalkingEngine):
+        async def llm_generate(self, prompt, sampling, request_id):
+            self.prompts.append(bytes(prompt["prompt_token_ids"]).decode())
+            yield SimpleNamespace(outputs=[reply([*next(said).encode(), 0])])
+
+    async def body(pool):
+        engine = Guesser([])
+        (rollout,) = await play(pool, [""], index=7, engine=engine)
+        assert rollout.invalid is None and rollout.rewards == [-0.1, -0.1, 1.0], rollout.info
+        context = "Guess my number, 0 to 99.\n> 50\0\nlower\n> nonsense\0\nlower\n> "
+        assert engine.prompts[-1] == context and len(rollout.segments) == 1 and not rollout.truncated
+
+    with_pool(tmp_path / "guess.py", "Guess", body, episodes=1)
 
 
 def test_every_task_is_its_own_and_the_number_of_tasks_is_known(single):

@@ -21,18 +21,18 @@ from tests.test_gradient_parity import step_rows
 
 LAYOUTS = {
     "one rank": {},
-    "packed": {"packing": True},
+    "packed": {"packing": "on"},
     "checkpointing": {"activation_checkpointing": True},
-    "packed, checkpointing": {"packing": True, "activation_checkpointing": True},
+    "packed, checkpointing": {"packing": "on", "activation_checkpointing": True},
     "fp32 head": {"fp32_head": True},
     "two ranks": {"num_trainers": 2},
     "two ranks, zero 3": {"num_trainers": 2, "zero": 3},
-    "two ranks, packed": {"num_trainers": 2, "packing": True},
+    "two ranks, packed": {"num_trainers": 2, "packing": "on"},
     "two ranks, packed, checkpointing": {
-        "num_trainers": 2, "packing": True, "activation_checkpointing": True,
+        "num_trainers": 2, "packing": "on", "activation_checkpointing": True,
     },
     "tp": {"num_trainers": 2, "trainer_tp": 2},
-    "tp, packed": {"num_trainers": 2, "trainer_tp": 2, "packing": True},
+    "tp, packed": {"num_trainers": 2, "trainer_tp": 2, "packing": "on"},
     "tp, checkpointing": {"num_trainers": 2, "trainer_tp": 2, "activation_checkpointing": True},
     "ep": {"num_trainers": 2, "trainer_ep": 2},
     "ep, checkpointing, zero 3": {

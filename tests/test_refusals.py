@@ -81,6 +81,16 @@ class Fits(Good):
 class TooLong(Good):
     def tasks(self, split):
         return [{"text": "x" * 600}]
+
+
+class Ids(Good):
+    async def reset(self, task):
+        return [3] * 20
+
+
+class OtherIds(Good):
+    def reset(self, task):
+        return [3, 5000]
 """
 PICKY = (  # a chat template that knows two roles
     "{% for message in messages %}{% if message['role'] not in ['user', 'assistant'] %}"
@@ -199,6 +209,18 @@ REFUSED = [
     (
         "flash_reinforce", "--model picky --env jsonl:roles.jsonl", "--model picky: its chat template ",
         "refuses a prompt of --env jsonl:roles.jsonl; change the prompts or the model: no role usre",
+    ),
+    (
+        "grpo", "--env envs.py:Ids --system-prompt Hi", "--model tiny: it cannot take a prompt of --env envs.py:Ids; ",
+        "no --system-prompt can go before a prompt of ids; leave it out",
+    ),
+    (
+        "grpo", "--env envs.py:OtherIds", "--model tiny: it cannot take a prompt of --env envs.py:OtherIds; ",
+        "change the prompts or the model: token id 5000: the tokenizer has ",
+    ),
+    (
+        "grpo", "--env envs.py:Ids --max-model-len 24", "--max-new-tokens 16 + 20 prompt tokens = 36",
+        "lower --max-new-tokens to 4 or raise --max-model-len to 36",
     ),
     ("grpo", "--chat-template-args nojson", "--chat-template-args nojson: ", "not a JSON object; write one like '{\"key"),
     ("grpo", "--chat-template-args [1]", "--chat-template-args [1]: ", "not a JSON object; write one like '{\"key"),
@@ -357,8 +379,10 @@ def test_the_same_flags_with_good_values_pass(command, workplace, capsys):
         "--minibatches 4 --max-new-tokens 12 --max-model-len 120 --chat-template-args {} --init-from picky "
         "--output-dir out --num-trainers 1 --kl-coef 0 --correction-cap 1 --clip-low 1"
     )
-    checks.run(grpo.main, tyro.cli(grpo.Args, args=[*good.split(), "--dry-run"]))
-    assert "a step: 16 prompts x 2 = 32 rollouts" in capsys.readouterr().out
+    for env in ("Good", "Ids"):
+        flags = [*good.replace("Good", env).split(), "--dry-run"]
+        checks.run(grpo.main, tyro.cli(grpo.Args, args=flags))
+        assert "a step: 16 prompts x 2 = 32 rollouts" in capsys.readouterr().out
     assert not (workplace / "out").exists()
 
 

@@ -359,7 +359,85 @@ def test_an_environment_that_never_ends_stops_at_its_limit_of_turns():
     steps = [observe("o", 0.1), observe("o", 0.2), observe("o", 0.3)]
     rollout = play_out(engine, ScriptedEnv("hello", steps))
     assert len(engine.requests_seen) == 3 and len(rollout.segments[0].turn_ends) == 3
-    assert rollout.reward == pytest.approx(0.6)
+    assert rollout.reward == pytest.approx(0.6) and rollout.truncated
+
+
+@pytest.mark.parametrize(
+    "ends, truncated",
+    [
+        ({"terminated": True}, False),
+        ({"truncated": True}, True),
+        ({"terminated": True, "truncated": True}, False),  # gymnasium allows both: nothing was to come
+    ],
+)
+@pytest.mark.parametrize("observation", [None, "o", [4]])
+def test_a_closing_observation_ends_the_episode_without_another_turn(observation, ends, truncated):
+    engine = ScriptedEngine([reply([7, 10]), reply([2, 10])])
+    steps = [observe("o", 0.5), observe(observation, 1.0, **ends), observe(None)]
+    rollout = play_out(engine, ScriptedEnv("hello", steps))
+    assert engine.replies == [] and rollout.rewards == [0.5, 1.0] and rollout.invalid is None
+    assert rollout.truncated == truncated
+    assert row(rollout.segments[0])[0] == [12, 7, 11, 13, 7, 10, 11, 12, 4, 11, 13, 2, 10]
+
+
+def test_a_last_turn_that_was_cut_counts_as_truncated_whatever_the_environment_says():
+    for ends in ({}, {"terminated": True}, {"truncated": True}):
+        env = ScriptedEnv("hello", [observe(None, 1.0, **ends)])
+        assert play_out(ScriptedEngine([reply([7], finish="length")]), env).truncated
+
+
+# --- Token ids in place of text
+
+
+def test_a_prompt_and_observations_of_ids_are_used_as_they_are():
+    # "he" + "llo" and two line feeds: a round trip through text would give other ids, a template more of them
+    engine = ScriptedEngine([reply([5, 6, 10]), reply([1, 3], finish="length"), reply([2, 10])])
+    env = ScriptedEnv([5, 6, 11], [observe([11, 5, 6], 0.25), observe([10, 13]), observe(None, 1.0)])
+    rollout = play_out(engine, env)
+    ids, mask = row(rollout.segments[0])
+    assert rollout.invalid is None and len(rollout.segments) == 1, rollout.info
+    assert ids == [5, 6, 11] + [5, 6, 10] + [11, 5, 6] + [1, 3] + [10, 13] + [2, 10]
+    assert mask == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 2 + [0] * 2 + [1] * 2
+    assert [request["prompt_ids"] for request in engine.requests_seen] == [ids[:3], ids[:9], ids[:13]]
+    assert env.actions == ["hello", "hl", "e"]
+    assert env.sampled == [[5, 6, 10], [1, 3], [2, 10]], "it sees whether a turn came to its end"
+    assert rollout.rewards == [0.25, 0.0, 1.0] and not rollout.truncated
+
+
+def test_ids_may_follow_a_prompt_of_text_and_may_be_none():
+    engine = ScriptedEngine([reply([7, 10]), reply([2, 10]), reply([4, 10])])
+    env = ScriptedEnv("hello", [observe("o"), observe([]), observe(None, 1.0)])
+    rollout = play_out(engine, env)
+    assert row(rollout.segments[0])[0] == [12, 7, 11, 13, 7, 10, 11, 12, 4, 11, 13, 2, 10, 4, 10]
+    assert rollout.segments[0].turn_ends == [6, 13, 15]
+
+
+def test_a_prompt_of_ids_needs_one_turn_alone_as_well():
+    env = ScriptedEnv([7, 11], [observe(None, 1.0)])
+    group = play_group(ScriptedEngine([reply([5, 10]), reply([6, 10])]), lambda: env)
+    assert [row(rollout.segments[0])[0] for rollout in group] == [[7, 11, 5, 10], [7, 11, 6, 10]]
+
+
+@pytest.mark.parametrize(
+    "prompt, observations, detail",
+    [
+        ([7], ["o"], "gave text after token ids"),
+        ("hello", [[7], "o"], "gave text after token ids"),
+        ("hello", [[7, 14]], "token id 14: the tokenizer has 14"),
+        ([14], [], "token id 14: the tokenizer has 14"),
+        ("hello", [[-1]], "no text and no list of token ids"),
+        ("hello", [[1.0]], "no text and no list of token ids"),
+        ("hello", [[True]], "no text and no list of token ids"),
+        ("hello", [["o"]], "no text and no list of token ids"),
+        ([], [], "not a string or chat messages, nor token ids"),
+        ([7, -1], [], "not a string or chat messages, nor token ids"),
+    ],
+)
+def test_ids_that_nothing_can_be_done_with_cost_the_rollout(prompt, observations, detail):
+    engine = ScriptedEngine([reply([7, 10])] * 3)
+    env = ScriptedEnv(prompt, [*map(observe, observations), observe(None, 1.0), observe(None, 1.0)])
+    rollout = play_out(engine, env)
+    assert rollout.invalid == "env_error" and detail in rollout.info["error"]
 
 
 def test_an_episode_past_its_deadline_is_invalid_and_the_finished_ones_are_kept():

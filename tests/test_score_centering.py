@@ -233,7 +233,7 @@ def step_oracle(rollouts, advantages, table, correction, cap):
 def test_a_step_has_the_gradient_of_the_formula_however_it_is_cut(correction, ranks, micro_batch_tokens):
     rollouts, args = toy_rollouts(np.random.default_rng(0), 8), Args(max_grad_norm=1e9, correction=correction)
     args.correction_cap, args.parallel.num_trainers = 1.5, ranks
-    args.parallel.packing = False
+    args.parallel.packing = "off"
     args.parallel.micro_batch_tokens = micro_batch_tokens
     rows, advantages = make_rows(rollouts, args)
     torch.manual_seed(0)

@@ -20,8 +20,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from numbers import Integral
 from pathlib import Path
 
 from common.env import Env, EnvFlags, Step
@@ -148,18 +149,18 @@ class EnvPool:
                 worker.kill()
             self.free.put_nowait(worker if worker and worker.alive else None)
 
-    async def reset(self, split: str, index: int) -> str | list[dict]:
+    async def reset(self, split: str, index: int) -> str | list[dict] | list[int]:
         """The prompt of a task."""
         async with self.worker() as worker:
             return (await worker.call("reset", split=split, index=index))["prompt"]
 
-    async def grade(self, split: str, index: int, actions: list[str]) -> list[Step | EnvError]:
-        """What each action brought as the only one of an episode. One worker grades them one by one; if it
-        fails at one, the rest go to others."""
+    async def grade(self, split: str, index: int, actions: list[dict]) -> list[Step | EnvError]:
+        """What each action (its text and `ids`) brought as the only one of an episode. One worker grades them
+        one by one; if it fails at one, the rest go to others."""
         outcomes: list[Step | EnvError] = []
         async with self.worker() as worker:
             start = time.monotonic()
-            worker.send("grade", [{"split": split, "index": index, "action": a} for a in actions])
+            worker.send("grade", [{"split": split, "index": index, **action} for action in actions])
             try:
                 for _ in actions:
                     outcomes.append(Step(**await worker.receive("grade", self.timeout_s)))
@@ -175,9 +176,9 @@ class EnvPool:
         """A `step` for the episodes of a group. While the environment answers quickly and without errors,
         what is asked for at the same time goes to a worker together: a message costs more than the grading.
         """
-        asked: list[tuple[str, asyncio.Future]] = []
+        asked: list[tuple[dict, asyncio.Future]] = []
 
-        async def together(action: str) -> Step | EnvError:
+        async def together(action: dict) -> Step | EnvError:
             future = asyncio.get_running_loop().create_future()
             asked.append((action, future))
             if len(asked) == 1:
@@ -189,7 +190,8 @@ class EnvPool:
                     waiting.set_result(outcome)
             return await future
 
-        async def step(action: str) -> Step:
+        async def step(text: str, ids: Sequence[int] = ()) -> Step:
+            action = {"action": text, "ids": ids}
             if self.quick_calls < QUICK_CALLS:
                 (outcome,) = await self.grade(split, index, [action])
             else:
@@ -206,8 +208,8 @@ class EnvPool:
         async with self.worker() as worker:
             answer = await worker.call("reset", split=split, index=index)
 
-            async def step(action: str) -> Step:
-                return Step(**await worker.call("step", action=action))
+            async def step(action: str, ids: Sequence[int] = ()) -> Step:
+                return Step(**await worker.call("step", action=action, ids=ids))
 
             yield answer["prompt"], step
 
@@ -235,8 +237,14 @@ def plain(value):
     raise TypeError(f"{value!r} is a {type(value).__name__}: give plain values (JSON)")
 
 
+def is_ids(value) -> bool:
+    """Whether `value` is a list of token ids; an empty one is."""
+    numbers = isinstance(value, list) and all(isinstance(i, Integral) for i in value)
+    return numbers and all(i >= 0 and not isinstance(i, bool) for i in value)
+
+
 async def within(awaitable):
-    return await awaitable  # asyncio.run takes coroutines only
+    return await awaitable  # a Runner takes coroutines only
 
 
 class Server:
@@ -244,6 +252,7 @@ class Server:
 
     def __init__(self, make_env: Callable[[], Env], tasks: dict):
         self.make_env, self.tasks, self.env = make_env, tasks, None
+        self.runner = asyncio.Runner()  # makes its event loop when something is async
 
     def about(self) -> dict:
         num_tasks = {split: len(tasks) for split, tasks in self.tasks.items()}
@@ -252,30 +261,42 @@ class Server:
         return {"num_tasks": num_tasks, "max_turns": env.max_turns, "parsers": parsers}
 
     def reset(self, split: str, index: int) -> dict:
-        self.env = self.make_env()
-        return {"prompt": self.env.reset(self.tasks[split][index])}
+        self.runner.close()  # and what an episode before has left running
+        self.runner, self.env = asyncio.Runner(), self.make_env()
+        prompt = self.value(self.env.reset(self.tasks[split][index]))
+        self.in_ids = is_ids(prompt)
+        return {"prompt": prompt}
+
+    def value(self, outcome):
+        return self.runner.run(within(outcome)) if inspect.isawaitable(outcome) else outcome
 
     def run(self, split: str, index: int, access: dict) -> dict:
         from common.agent import ChatContext  # it imports this module
 
-        outcome = self.make_env().run(ChatContext(self.tasks[split][index], **access))
-        if inspect.isawaitable(outcome):
-            outcome = asyncio.run(within(outcome))
+        with contextlib.closing(asyncio.Runner()) as self.runner:
+            outcome = self.value(self.make_env().run(ChatContext(self.tasks[split][index], **access)))
         return self.checked("run", outcome if isinstance(outcome, Step) else Step(reward=outcome))
 
-    def step(self, action: str) -> dict:
-        return self.checked("step", self.env.step(action))
+    def step(self, action: str, ids: list[int]) -> dict:
+        self.env.action_ids = ids
+        step = self.checked("step", self.value(self.env.step(action)))
+        if self.in_ids and isinstance(step["observation"], str):
+            raise TypeError("step() gave text after token ids: no template can join them; give ids")
+        self.in_ids = self.in_ids or is_ids(step["observation"])
+        return step
 
     def checked(self, method: str, step: Step) -> dict:
         if not isinstance(step, Step):
             raise TypeError(f"{method}() returned a {type(step).__name__}, not a Step")
-        if not isinstance(step.observation, str | None) or not isinstance(step.info, dict):
-            raise TypeError(f"{method}() returned an observation that is no text, or an info that is no dict")
+        if not isinstance(step.observation, str | None) and not is_ids(step.observation):
+            raise TypeError(f"{method}() returned an observation that is no text and no list of token ids")
+        if not isinstance(step.info, dict):
+            raise TypeError(f"{method}() returned an info that is no dict")
         return {name: getattr(step, name) for name in Step.__dataclass_fields__}
 
-    def grade(self, split: str, index: int, action: str) -> dict:
+    def grade(self, split: str, index: int, action: str, ids: list[int]) -> dict:
         self.reset(split, index)
-        return self.step(action)
+        return self.step(action, ids)
 
 
 def serve(connection: socket.socket, server: Server) -> None:

@@ -34,7 +34,9 @@ def curve(algorithm: str, kind: str, seed: int) -> list[tuple[int, float, float,
         subprocess.run(["rm", "-rf", str(folder)], check=True)
         flags = [*FLAGS.split(), *ALGORITHMS[algorithm], "--env", f"scripts/examples/lookup.py:{kind}"]
         flags += ["--seed", str(seed), "--output-dir", str(folder), "--no-tensorboard"]
-        subprocess.run([sys.executable, "-m", f"algos.{algorithm}", *flags], cwd=ROOT, check=True, timeout=3600)
+        subprocess.run(
+            [sys.executable, "-m", f"algos.{algorithm}", *flags], cwd=ROOT, check=True, timeout=3600
+        )
     points, rewards, seconds = [], [], 0.0
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -43,12 +45,17 @@ def curve(algorithm: str, kind: str, seed: int) -> list[tuple[int, float, float,
             points.append((row["step"] * ROLLOUTS, float(np.mean(rewards)), score, seconds))
             rewards = []
         seconds += row["time/step"]
-    return [*points, ((row["step"] + 1) * ROLLOUTS, float(np.mean(rewards)), row[f"eval_end/{kind}/mean"], seconds)]
+    return [
+        *points,
+        ((row["step"] + 1) * ROLLOUTS, float(np.mean(rewards)), row[f"eval_end/{kind}/mean"], seconds),
+    ]
 
 
 def main(algorithms: list[str], seeds: list[int]) -> None:
     results = {}
-    figure, axes = plt.subplots(2, len(algorithms), figsize=(4.5 * len(algorithms), 6), squeeze=False, dpi=130)
+    figure, axes = plt.subplots(
+        2, len(algorithms), figsize=(4.5 * len(algorithms), 6), squeeze=False, dpi=130
+    )
     for column, algorithm in zip(axes.T, algorithms):
         for color, kind in zip(("C0", "C1"), KINDS):
             curves = np.array([curve(algorithm, kind, seed) for seed in seeds])

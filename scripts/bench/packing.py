@@ -64,6 +64,7 @@ def rank_process(rank: int, path: str, port: int, args: Args, results) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     flags = grpo.Args(lr=1e-6, correction="none")
     flags.parallel.num_trainers, flags.parallel.micro_batch_tokens = args.gpus, args.micro_batch_tokens
+    flags.parallel.packing = "on"
     trainer = grpo.Trainer(flags, path, rank, True)
     trainer.setup("127.0.0.1", port, "bfloat16", num_workers=0)
     uneven = uneven_lengths(ROWS * args.gpus)
@@ -71,7 +72,7 @@ def rank_process(rank: int, path: str, port: int, args: Args, results) -> None:
     times, shares, tokens = {"packed": [], "padded": [], "ideal": []}, {}, {}
     attention = {"packed": "instar_packed", "padded": "sdpa", "ideal": "instar_packed"}
     for kind in times:
-        flags.parallel.packing = kind != "padded"
+        flags.parallel.packing = "off" if kind == "padded" else "on"
         rows = rollouts_of(even if kind == "ideal" else uneven)
         all_shares = grpo.make_minibatches(rows, flags, 0)
         shares[kind], tokens[kind] = (

@@ -85,6 +85,7 @@ def our_step(name: str, path: str, variant: str, rank: int, port: int, args: Arg
     flags.parallel.num_trainers = args.gpus
     flags.parallel.trainer_ep = args.gpus if name in EXPERTS else 1
     flags.parallel.micro_batch_tokens = args.micro_batch_tokens + args.micro_batch_tokens // args.length
+    flags.parallel.packing = "off" if name in EXPERTS else "on"
     vars(flags.parallel).update(OURS[variant])
     trainer = grpo.Trainer(flags, path, rank, True)
     trainer.setup("127.0.0.1", port, "bfloat16", num_workers=0)
