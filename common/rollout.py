@@ -80,7 +80,7 @@ class Engine:
                 seed=seed,
                 max_model_len=flags.max_model_len,
                 logprobs_mode="processed_logprobs",
-                max_logprobs=flags.record_top_k,
+                max_logprobs=max(20, flags.record_top_k),  # what a ChatAgent may ask for
                 generation_config="vllm",  # a checkpoint's own sampling defaults would change the policy
                 weight_transfer_config=WeightTransferConfig(backend="instar"),
                 worker_extension_cls="common.refit_worker.WorkerExtension",

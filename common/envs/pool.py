@@ -308,8 +308,10 @@ def serve(connection: socket.socket, server: Server) -> None:
             try:
                 answer = getattr(server, request.pop("method"))(**request)
                 line = json.dumps(answer, default=plain, ensure_ascii=False).encode()  # no lone surrogates
-            except Exception:  # the user's code may raise anything
-                line = json.dumps({"error": traceback.format_exc(limit=-4)}).encode()
+            except Exception as error:  # the user's code may raise anything
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                where = f" ({os.path.basename(frame.filename)}:{frame.lineno})"
+                line = json.dumps({"error": traceback.format_exc(limit=-4).rstrip() + where}).encode()
             stream.write(line + b"\n")
             stream.flush()
 
