@@ -192,15 +192,16 @@ def world():
         torch.distributed.destroy_process_group()
 
 
-class NumberedCritic:
+class NumberedCritic(torch.nn.Module):
     """The value after a token is the number that its id has."""
 
     config = SimpleNamespace(_attn_implementation="sdpa")
 
     def __init__(self, numbers: torch.Tensor):
+        super().__init__()
         self.numbers = numbers
 
-    def __call__(self, input_ids, use_cache):
+    def forward(self, input_ids, use_cache):
         return SimpleNamespace(logits=self.numbers[input_ids][..., None])
 
 
