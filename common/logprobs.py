@@ -124,7 +124,7 @@ class LogprobHead:
         after += [key for key in ("final_logit_softcapping",) if config.get(key)]
         if after:
             raise NotImplementedError(f"this model changes its logits after the head: {after[0]}")
-        self.head, self.fp32, self.place = model.get_output_embeddings(), fp32, 0
+        self.head, self.fp32, self.place = model.get_output_embeddings(), fp32, None
         self.plain_forward = self.head.forward
         self.head.forward = self.forward
         self.targets_BS: torch.Tensor | None = None
@@ -169,6 +169,6 @@ class LogprobHead:
         if not torch.is_grad_enabled():
             reshard(model)
         values = output.logits.to_local() if isinstance(output.logits, DTensor) else output.logits
-        if values.shape[-1] > 2:  # some plans gather what the ranks have, which is the same
+        if self.place is not None and values.shape[-1] > 2:  # a plan that gathers what the ranks have
             values = values[..., 2 * self.place : 2 * self.place + 2]
         return packed.spread(values).unbind(-1)

@@ -259,6 +259,7 @@ def test_an_environment_that_always_raises_ends_the_run_with_its_error(launch, t
     run = launch("run", *SIZES, "--env", f"{tmp_path}/raises.py:Raises", "--max-steps", "4")
     assert run.wait_for_end(ENDED_WITHIN_S) == 1
     ended = "groups in a row were dropped, the last for env_error: RuntimeError: the grader has no key"
+    ended += " (raises.py:13)"
     ended = f"RunError: engine 0: QueueClosed: {3 * PROMPTS} {ended}"
     assert f"run ended: {ended}" in run.output().splitlines()
     assert run.output().splitlines()[-1].endswith(ended)

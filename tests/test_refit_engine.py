@@ -35,10 +35,13 @@ class Link:
         joining = asyncio.to_thread(self.sender.join, self.store, 1, self.workers)
         await asyncio.gather(joining, connecting)
 
-    async def refit(self, version: int) -> dict:
+    async def refit(self, version: int, queue=None) -> dict:
+        """As a run does it: a `queue` knows the version before any token of it can arrive there."""
         await self.engine.pause()
         sent = asyncio.to_thread(self.sender.send, version)
         report, _ = await asyncio.gather(self.engine.receive_weights(version), sent)
+        if queue:
+            await queue.set_version(version)
         await self.engine.resume()
         return report
 

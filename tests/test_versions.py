@@ -43,10 +43,10 @@ class Oracle:
         return every.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy()
 
 
-async def refit_and_remember(link: Link, oracle: Oracle, version: int) -> None:
+async def refit_and_remember(link: Link, oracle: Oracle, version: int, queue=None) -> None:
     link.perturb(seed=version)
     oracle.models[version] = copy.deepcopy(link.model)
-    await link.refit(version)
+    await link.refit(version, queue)
 
 
 def test_tokens_of_a_request_that_spans_refits_are_those_of_the_versions_they_claim(tmp_path):
@@ -130,8 +130,7 @@ def test_a_thousand_requests_with_refits_at_random_times_lose_and_repeat_nothing
             assert not drops and not trained.keys() & {ticket for ticket, _ in groups}
             trained |= dict(groups)
             await asyncio.sleep(dice.uniform(0, 0.03))
-            await asyncio.wait_for(refit_and_remember(link, oracle, step + 1), 60)
-            await queue.set_version(step + 1)
+            await asyncio.wait_for(refit_and_remember(link, oracle, step + 1, queue), 60)
         await asyncio.sleep(0.5)
         in_flight = (await queue.progress())["again"]
         await queue.close("the end")
