@@ -27,15 +27,10 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, sl
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     if query.device.type == "cuda" and query.dtype != torch.float32:  # there is no fp32 kernel
-        from torch.nn.attention.varlen import varlen_attn
-
-        # before torch 2.13 it takes fewer heads of keys without being told
-        grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
         window = (sliding_window - 1 if sliding_window else -1, 0)
         sizes = (ends, ends, longest, longest)
-        return varlen_attn(query, key, value, *sizes, scale=scaling, window_size=window, **grouped)[
-            None
-        ], None
+        packed = varlen_attn(query, key, value, *sizes, scale=scaling, window_size=window, **GROUPED)
+        return packed[None], None
     lengths = ends.diff().tolist()
     documents = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)))
     each = [

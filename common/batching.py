@@ -1,4 +1,4 @@
-"""From rows of tokens to padded micro-batches: bounded by tokens, balanced over ranks, equal in number."""
+"""From rows of tokens to micro-batches: bounded by tokens, balanced over ranks, equal in number."""
 
 import heapq
 

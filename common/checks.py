@@ -179,30 +179,34 @@ def check_parallel(flags) -> None:
             raise FlagError(f"{flag} {size}: {why}; use a divisor of it")
     if flags.trainer_tp > 1 and flags.trainer_ep > 1:
         raise FlagError("--trainer-tp and --trainer-ep: both above 1 are not supported; use one of them")
-    if flags.trainer_cp > 1:
-        there = importlib.util.find_spec("transformer_engine") is not None
-        why = "is not written yet" if there else "needs TransformerEngine, which is not installed"
-        raise FlagError(f"--trainer-cp {flags.trainer_cp}: context parallelism {why}; use 1")
     if flags.optimizer == "muon" and importlib.util.find_spec("dion") is None:
         raise FlagError("--optimizer muon: needs the package dion; install it, or use adamw")
     if flags.optimizer == "muon" and flags.offload_optimizer:
         raise FlagError("--optimizer muon --offload-optimizer: offloading is AdamW's; use one of them")
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a mixture of experts
 NO_PACKING = {
-    ("num_experts", "num_local_experts", "n_routed_experts"): "is a mixture of experts",
+    EXPERTS: "is a mixture of experts",
     ("text_config", "mamba_d_state", "mamba_d_ssm", "conv_L_cache"): "has layers besides attention",
     ("attn_logit_softcapping",): "caps its attention",
 }  # keys of a model's configuration, and what they say of it
 
 
+AFTER_HEAD = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}  # and no change
+
+
 def check_layout(model: str, flags) -> None:
-    """Refuses to spread experts that a model does not have, and packing where it would mix rows; replaces
-    auto."""
+    """Refuses a model that changes its logits after the head, where log-probs are taken, to spread experts
+    that it does not have, and packing where it would mix rows; replaces auto."""
     from transformers import AutoConfig
 
     check_model(model)
     config = AutoConfig.from_pretrained(resolve_model(model)).to_dict()
+    changes = [key for key, neutral in AFTER_HEAD.items() if config.get(key) not in (None, neutral)]
+    if changes:
+        why = f"it changes its logits after the head ({changes[0]}), which the trainer would leave out"
+        raise FlagError(f"--model {model}: {why}; use another model")
     reasons = [why for keys, why in NO_PACKING.items() if any(config.get(key) for key in keys)]
     if flags.trainer_ep > 1 and "is a mixture of experts" not in reasons:
         raise FlagError(f"--trainer-ep {flags.trainer_ep}: {model} has no experts; use 1")

@@ -119,11 +119,6 @@ class LogprobHead:
     """
 
     def __init__(self, model: torch.nn.Module, fp32: bool = False):
-        config = vars(model.config)
-        after = [key for key in ("logits_scaling", "logit_scale") if config.get(key) not in (None, 1.0)]
-        after += [key for key in ("final_logit_softcapping",) if config.get(key)]
-        if after:
-            raise NotImplementedError(f"this model changes its logits after the head: {after[0]}")
         self.head, self.fp32, self.place = model.get_output_embeddings(), fp32, None
         self.plain_forward = self.head.forward
         self.head.forward = self.forward

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from common.attention import use_packed_attention
-from common.checks import FlagError
+from common.checks import EXPERTS
 
 
 @dataclass
@@ -27,15 +27,13 @@ class ParallelFlags:
     alone. They train the same rollouts."""
     trainer_ep: Annotated[int, Ge(1)] = 1
     """Trainer ranks over which the experts of a mixture of experts are spread."""
-    trainer_cp: Annotated[int, Ge(1)] = 1
-    """Trainer ranks over which each row is split (context parallelism): 1, as more is not written yet."""
     micro_batch_tokens: Annotated[int, Ge(1)] = 8192
     """Tokens of a micro-batch on one rank. Lower it when the trainer runs out of memory."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Lays the rows of a micro-batch end to end instead of padding them. auto: on GPUs, where attention has
     a kernel for it, for models of nothing but attention and dense layers."""
     activation_checkpointing: bool = False
-    """Keeps fewer activations and computes the others again: less memory, a quarter less speed."""
+    """Keeps fewer activations and computes the others again: less memory, more time."""
     offload_optimizer: bool = False
     """Keeps Adam's averages (8 bytes a parameter) in CPU memory between steps."""
     zero: Literal[2, 3] = 2
@@ -43,7 +41,7 @@ class ParallelFlags:
     sums of gradients during a step (6 bytes a parameter), which it exchanges once; 3 weights and gradients
     too, exchanged in every micro-batch."""
     compile: bool = False
-    """Compiles each layer (torch.compile): a start that is a minute longer for faster steps."""
+    """On GPUs, compiles each layer (torch.compile): a first step of some seconds for faster ones."""
     fp32_head: bool = False
     """Computes logits in fp32 instead of the dtype of the weights: exacter, slower, and not what the engine
     does."""
@@ -91,7 +89,7 @@ def build_model(
         world_size=dist.get_world_size(),
     )
     config = AutoConfig.from_pretrained(path).to_dict()
-    sparse = any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    sparse = any(config.get(key) for key in EXPERTS)
     if on_gpu or flags.trainer_ep > 1:
         model = load_by_automodel(path, setup, sparse, compute, on_gpu)
     else:  # AutoModel's own loader asks for a CUDA device; its parallelizer does not

@@ -273,7 +273,6 @@ def test_tyro_suggests_the_nearest_flag_and_exits_with_2(capsys):
             {"num_trainers": 2, "trainer_tp": 2, "trainer_ep": 2},
             ["--trainer-tp", "--trainer-ep", "one of them"],
         ),
-        ({"trainer_cp": 2}, ["--trainer-cp 2", "TransformerEngine", "use 1"]),
         ({"optimizer": "muon"}, ["--optimizer muon", "dion", "adamw"]),
     ],
 )
@@ -309,3 +308,17 @@ def test_experts_that_are_not_there_cannot_be_spread(tmp_path):
     assert layout(sparse, num_trainers=2, trainer_ep=2) == "off"
     with pytest.raises(checks.FlagError, match="--trainer-ep 2: .* has no experts; use 1"):
         layout(dense, num_trainers=2, trainer_ep=2)
+
+
+@pytest.mark.parametrize(
+    "change", [{"logits_scaling": 8.0}, {"logit_scale": 0.06}, {"final_logit_softcapping": 30.0}]
+)
+def test_a_model_that_changes_its_logits_after_the_head_is_refused(change, tmp_path):
+    path = make_tiny(tmp_path / "model")
+    config = json.loads(Path(path, "config.json").read_text())
+    neutral = {"logits_scaling": 1.0, "logit_scale": None, "final_logit_softcapping": None}
+    Path(path, "config.json").write_text(json.dumps(config | neutral))
+    assert layout(path) == "off"
+    Path(path, "config.json").write_text(json.dumps(config | neutral | change))
+    with pytest.raises(checks.FlagError, match=rf"--model .*after the head \({next(iter(change))}\)"):
+        layout(path)

@@ -86,19 +86,6 @@ def test_the_entropy_is_that_of_the_distribution_at_each_position():
     assert entropy[0].tolist() == pytest.approx([expected] * 4, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "change", [{"logits_scaling": 8.0}, {"logit_scale": 0.06}, {"final_logit_softcapping": 30.0}]
-)
-def test_a_model_that_changes_its_logits_after_the_head_is_refused(change, monkeypatch):
-    model = TableLM(step_table())
-    neutral = {"logits_scaling": 1.0, "logit_scale": None, "final_logit_softcapping": None}
-    monkeypatch.setattr(model, "config", SimpleNamespace(_attn_implementation="sdpa", **neutral))
-    LogprobHead(model)
-    vars(model.config).update(change)
-    with pytest.raises(NotImplementedError, match=f"after the head: {next(iter(change))}"):
-        LogprobHead(model)
-
-
 class TiedLM(torch.nn.Module):
     """An embedding, one layer, and a head that shares the embedding's weight."""
 
