@@ -3,11 +3,15 @@ conversations by heart, so that it calls tools, thinks and counts."""
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import itertools
 import random
 import threading
 from types import SimpleNamespace
 
+import httpx
+import pydantic
 import torch
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -184,3 +188,51 @@ def random_engine(served, template: str | None = None):
         yield client.llm
     finally:
         client.llm, tokenizer.chat_template = real, own
+
+
+@functools.cache
+def loop_of_clients() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def waited(value):
+    """What an asynchronous SDK gave, as its synchronous twin gives it."""
+    if inspect.isawaitable(value):
+
+        async def wait():
+            return await value
+
+        return waited(asyncio.run_coroutine_threadsafe(wait(), loop_of_clients()).result(60))
+    plain = (str, int, float, list, dict, tuple, pydantic.BaseModel, httpx.Response, type(None))
+    return value if isinstance(value, plain) and not hasattr(value, "__aiter__") else Waiting(value)
+
+
+class Waiting:
+    """An asynchronous client, or what comes from it, used from a synchronous test: its calls are waited for,
+    its streams are iterators, its context managers plain ones."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return waited(getattr(self.inner, name))
+
+    def __call__(self, *args, **kwargs):
+        return waited(self.inner(*args, **kwargs))
+
+    def __iter__(self):
+        return Waiting(aiter(self.inner))
+
+    def __next__(self):
+        try:
+            return waited(anext(self.inner))
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def __enter__(self):
+        return waited(self.inner.__aenter__())
+
+    def __exit__(self, *error):
+        waited(self.inner.__aexit__(*error))

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.chat import CALC, CALL, COUNT
+from tests.chat import CALC, CALL, COUNT, Waiting
 
 ANTHROPIC_CALC = {"name": "calc", "description": "adds", "input_schema": CALC["function"]["parameters"]}
 
@@ -17,12 +17,29 @@ def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
-def openai_client(session, kind=openai.OpenAI, **settings):
-    return kind(base_url=session.access["base_url"], api_key=session.key, max_retries=0, **settings)
+@pytest.fixture(autouse=True, params=["synchronous", "asynchronous"])
+def clients(request, monkeypatch):
+    """Every test drives the SDKs' clients of both kinds."""
+    monkeypatch.setattr("tests.test_chat_server.ASYNCHRONOUS", request.param == "asynchronous")
 
 
-def anthropic_client(session, kind=anthropic.Anthropic, **settings):
-    return kind(base_url=session.server.url, api_key=session.key, max_retries=0, **settings)
+ASYNCHRONOUS = False
+
+
+def openai_client(session, kind=None, **settings):
+    settings |= {"base_url": session.access["base_url"], "api_key": session.key, "max_retries": 0}
+    return client_of(kind, openai.OpenAI, openai.AsyncOpenAI, settings)
+
+
+def anthropic_client(session, kind=None, **settings):
+    settings |= {"base_url": session.server.url, "api_key": session.key, "max_retries": 0}
+    return client_of(kind, anthropic.Anthropic, anthropic.AsyncAnthropic, settings)
+
+
+def client_of(kind, synchronous, asynchronous, settings: dict):
+    if kind:
+        return kind(**settings)
+    return Waiting(asynchronous(**settings)) if ASYNCHRONOUS else synchronous(**settings)
 
 
 def sampled(served, segment) -> str:
