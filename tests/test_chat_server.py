@@ -291,6 +291,16 @@ def test_anthropic_tool_use_goes_on_in_one_segment(served, stream):
     assert sampled(served, segment) == f"{CALL}<|im_end|>it is 3<|im_end|>"
 
 
+def test_without_tool_choice_a_reply_is_text(served):
+    with served.session() as session:
+        reply = openai_client(session).chat.completions.create(
+            model="policy", messages=[user("add")], tools=[CALC], tool_choice="none"
+        )
+        segment = only_segment(session)
+    message, text = reply.choices[0].message, sampled(served, segment)
+    assert not message.tool_calls and message.content == text.removesuffix("<|im_end|>")
+
+
 def test_two_tool_calls_in_one_reply(served):
     with served.session() as session:
         reply = openai_client(session).chat.completions.create(
