@@ -411,8 +411,7 @@ class WeightSender:
         """
         first = not self.last
         if first and self.wire.member:
-            named = self.model.named_parameters()
-            shapes = [(name, torch.empty(p.shape, dtype=self.dtype, device="meta")) for name, p in named]
+            shapes = [(n, torch.empty(p.shape, dtype=self.dtype, device="meta")) for n, p in self._named()]
             bucket_bytes = BUCKET_BYTES[self.wire.transport]
             self.entries, self.sizes = lay_out(checkpoint_tensors(shapes), bucket_bytes)
             self.wire.allocate(self.sizes)
@@ -423,6 +422,14 @@ class WeightSender:
         changed, self.last = hashes != self.last, hashes
         return {"version": version, "bytes": sum(self.sizes), "changed": changed}
 
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        """All parameters, with those that fill a bucket (embeddings, heads) in the middle: nothing overlaps
+        with packing the first bucket and placing the last one, so these should be small."""
+        named, most = list(self.model.named_parameters()), BUCKET_BYTES[self.wire.transport]
+        large = [each for each in named if each[1].numel() * self.dtype.itemsize > most]
+        small = [each for each in named if each[1].numel() * self.dtype.itemsize <= most]
+        return small[: len(small) // 2] + large + small[len(small) // 2 :]
+
     def _announce(self, value: dict) -> None:
         if self.rank == 0:
             self.wire.send_object(value)
@@ -431,7 +438,7 @@ class WeightSender:
 
     def _send_buckets(self) -> list[int]:
         """One pass over all weights. Returns the checksums of the buckets."""
-        gathered, hashes = checkpoint_tensors(self.model.named_parameters()), []
+        gathered, hashes = checkpoint_tensors(self._named()), []
 
         def pack(index: int, bucket: torch.Tensor) -> None:
             if index not in self.slots:
