@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -202,6 +203,7 @@ def test_a_terminal_gets_a_live_line(tmp_path):
     env = os.environ | {"TTY_COMPATIBLE": "1", "TERM": "xterm", "COLUMNS": "100"}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
     assert "\x1b[" in done.stdout and "step 0/1" in done.stdout and "engines" in done.stdout
+    assert re.search(r"^\[ +\d\.\d s\] engines$", done.stdout, re.MULTILINE), "phases stay on the screen"
 
 
 @given(st.lists(PAIRS, max_size=6), st.integers(0, 6))
