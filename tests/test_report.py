@@ -14,7 +14,7 @@ import pytest
 
 from common.logger import Logger
 from common.models import char_tokenizer
-from tests.test_show_tokens import ANSWER, PROMPT, oracle, run  # noqa: F401 (a fixture)
+from tests.test_show_tokens import ANSWER, PROMPT, oracle, run  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))  # as for a script that is run
@@ -213,7 +213,7 @@ def test_any_character_is_written_and_the_same_runs_give_the_same_page(tmp_path)
     assert page_of(folder, out=tmp_path / "again.html") == text
 
 
-def test_recorded_tokens_have_their_colours(run, tmp_path):  # noqa: F811
+def test_recorded_tokens_have_their_colours(run, tmp_path):
     out = tmp_path / "tokens.html"
     report.main(report.Args(runs=(run,), out=out, mismatch=True))
     shown = [a for tag, a in Page(out.read_text()).tags if tag == "span" and a.get("title")]
