@@ -343,9 +343,8 @@ def recorded_tokens(run: Run, count: int, mismatch: bool) -> str:
     ranked = sorted((r for r in rollouts if r.segments), key=lambda r: (r.reward, r.rollout_id))
     chosen = [ranked[round(at)] for at in np.linspace(0, len(ranked) - 1, min(count, len(ranked)))]
     read = show_tokens.read_tokens(flags, step, chosen, advantages, weights if mismatch else None)
-    parts = (
-        [f"<p>Log-probs by {esc(weights)}, policy version {version}; step {step}.</p>"] if mismatch else []
-    )
+    whose = f"Trainer: {weights}, policy version {version}; the step trained version {step}."
+    parts = [f"<p>{esc(whose)}</p>"] if mismatch else []
     for rollout, segments in zip(chosen, read):
         for number, tokens in enumerate(segments):
             told = f"step {step} · rollout {rollout.rollout_id}.{number} · reward {show(rollout.reward)}"
