@@ -4,7 +4,7 @@
     .venv/bin/python scripts/report.py runs/seed1 runs/seed2 runs/control --out report.html
 
 Runs whose flags differ in the seed alone are one setting: its line is their mean, its band reaches from the
-lowest of them to the highest. A long run is drawn in at most 300 points, each the mean of its steps (of a
+lowest of them to the highest. A long run is drawn in at most 150 points, each the mean of its steps (of a
 metric named max: the largest). Tokens are coloured where a run had --dump-rollouts; --mismatch computes the
 trainer's log-probs of them again, in fp32, from a checkpoint. The page loads nothing and works offline.
 """
@@ -26,7 +26,7 @@ import numpy as np
 import tyro
 from annotated_types import Ge
 
-POINTS, COLOURS = 300, 8  # of a line; of settings, in report.html
+POINTS, COLOURS = 150, 8  # of a line; of settings, in report.html
 OWN = ("seed", "output_dir", "resume", "dump_rollouts", "tensorboard", "wandb_project", "trackio_project")
 TEXT_LIMIT, TOKEN_LIMIT = 6000, 3000  # of one transcript on the page
 CHARTS = (  # title, unit, metrics (the second is dashed)

@@ -103,12 +103,12 @@ def test_a_long_run_is_drawn_in_few_points_and_keeps_its_peaks(tmp_path):
     text = page_of(folder)
     charts = charts_of(text)
     (points,) = charts["Reward"]
-    assert len(points) == 300 and len(text) < 400_000
-    assert [p[0] for p in points[:2]] == [9.5, 29.5]
-    wanted = [sum(rewards[at : at + 20]) / 20 for at in range(0, 6000, 20)]
+    assert len(points) == 150 and len(text) < 400_000
+    assert [p[0] for p in points[:2]] == [19.5, 59.5]
+    wanted = [sum(rewards[at : at + 40]) / 40 for at in range(0, 6000, 40)]
     assert [p[1] for p in points] == pytest.approx(wanted, rel=1e-4)
     peaks = [p[1] for p in charts["Engine against trainer"][1]]
-    assert peaks == [1.0] * 160 + [9.0] + [1.0] * 139
+    assert peaks == [1.0] * 80 + [9.0] + [1.0] * 69
 
 
 def test_what_is_not_finite_is_a_gap_and_is_said(tmp_path):
