@@ -89,17 +89,17 @@ class Args:
     """Data order, sampling and minibatches."""
     # rollout
     prompts_per_step: Annotated[int, Ge(2)] = 128
-    """Prompts, and so rollouts, that a step trains (R)."""
+    """Prompts, and so rollouts, that a step trains (R). Raise it when the reward jumps about."""
     group_size: int = 1
     """Always 1: one rollout a prompt. Groups are what algos/grpo.py is for."""
     temperature: Annotated[float, Gt(0), Lt(float("inf"))] = 1.0
     """Sampling temperature; the trainer's log-probs use the same."""
     max_new_tokens: Annotated[int, Ge(1)] = 16
-    """Longest answer of one turn in tokens."""
+    """Longest answer of one turn in tokens. Raise it when rollout/truncated_frac stays high."""
     # asynchrony
     max_staleness: Annotated[int, Ge(0)] = 2
     """Steps that a group may start ahead of the trained policy. 0 is synchronous: no overlap, nothing
-    stale."""
+    stale. Raise it when time/trainer_wait is a large part of time/step."""
     order: Literal["arrival", "ticket"] = "arrival"
     """Which finished groups a step trains: the oldest ones, or the next tickets in order (waits for the
     slowest)."""

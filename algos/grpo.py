@@ -85,17 +85,17 @@ class Args:
     """Data order, sampling and minibatches."""
     # rollout
     prompts_per_step: Annotated[int, Ge(1)] = 16
-    """Prompt groups that a step trains (P)."""
+    """Prompt groups that a step trains (P). Raise it when the reward jumps about from step to step."""
     group_size: int = 8
-    """Rollouts of one prompt (G). More make the baseline better and the prompts fewer."""
+    """Rollouts of one prompt (G). Raise it when reward/zero_std_group_frac is high: of more, some differ."""
     temperature: Annotated[float, Gt(0), Lt(float("inf"))] = 1.0
     """Sampling temperature; the trainer's log-probs use the same."""
     max_new_tokens: Annotated[int, Ge(1)] = 16
-    """Longest answer of one turn in tokens."""
+    """Longest answer of one turn in tokens. Raise it when rollout/truncated_frac stays high."""
     # asynchrony
     max_staleness: Annotated[int, Ge(0)] = 2
     """Steps that a group may start ahead of the trained policy. 0 is synchronous: no overlap, nothing
-    stale."""
+    stale. Raise it when time/trainer_wait is a large part of time/step."""
     order: Literal["arrival", "ticket"] = "arrival"
     """Which finished groups a step trains: the oldest ones, or the next tickets in order (waits for the
     slowest)."""

@@ -46,7 +46,7 @@ def parse(args_class, command_line: list[str] | None = None):
     for flag in sorted(flags & {"--top-p", "--top-k", "--min-p"}):
         why = "the trainer's log-probs are over all tokens; a truncated sampler makes importance ratios wrong"
         refuse(FlagError(f"{flag}: {why}; leave it out and use --temperature"))
-    return tyro.cli(args_class, args=command_line)
+    return tyro.cli(args_class, args=command_line, config=(tyro.conf.HelptextFromCommentsOff,))
 
 
 def run(main, args) -> None:

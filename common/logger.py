@@ -154,10 +154,9 @@ class Logger:
             self.live.start()
 
     def phase(self, text: str) -> None:
-        """Says what the run does while there are no steps yet."""
+        """Says what the run does while there are no steps yet, and how many seconds it took to get there."""
+        self.console.print(f"[{time.monotonic() - self.started:5.1f} s] {text}")
         self._set_live(text)
-        if not self.console.is_terminal:
-            self.console.print(f"[{time.monotonic() - self.started:5.1f} s] {text}")
 
     def warn(self, message: str, kind: str | None = None) -> None:
         """Prints a warning, once for each `kind` (by itself: for each distinct message)."""

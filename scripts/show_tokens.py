@@ -109,6 +109,36 @@ def read_segment(
     return tokens
 
 
+def read_step(config: dict, folder: str | Path, step: int) -> tuple[list[Rollout], dict[str, float]]:
+    """The rollouts of a recorded step, late tokens masked as in the run, and the advantages by rollout id."""
+    rollouts, flags = read_rollouts(str(folder), step), config["flags"]
+    name = re.search(r"algos[./](\w+)", config["command"])
+    algorithm = importlib.import_module(f"algos.{name[1]}" if name else "algos.grpo")
+    algorithm.mark_late(rollouts, step, flags["max_staleness"], flags["late"])
+    return rollouts, algorithm.make_rows(rollouts, algorithm.Args())[1]
+
+
+def read_tokens(
+    flags: dict, step: int, rollouts: list[Rollout], advantages: dict[str, float], path: str | None
+) -> list[list[list[Token]]]:
+    """The tokens of each segment of each rollout. `path`: a model for the trainer's log-probs."""
+    model, tokenizer = None, load_tokenizer(resolve_model(flags["model"]))
+    if path is not None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(resolve_model(path), dtype=torch.float32)
+    return [
+        [
+            read_segment(
+                segment, tokenizer, step, flags["max_staleness"], advantages.get(rollout.rollout_id),
+                trainer_logprobs(model, segment, flags["temperature"]) if model else None,
+            )
+            for segment in rollout.segments
+        ]
+        for rollout in rollouts
+    ]  # fmt: skip
+
+
 @torch.no_grad()
 def trainer_logprobs(model, segment: Segment, temperature: float) -> list[float]:
     """Log-probs of all tokens but the first, by a plain forward pass in fp32."""
@@ -224,7 +254,7 @@ def main(args: Args) -> None:
     if not (args.run / "config.json").exists():
         sys.exit(f"error: {args.run}: has no config.json; name the --output-dir of a run")
     config = json.loads((args.run / "config.json").read_text())
-    flags, name = config["flags"], re.search(r"algos[./](\w+)", config["command"])
+    flags = config["flags"]
     folder = args.rollouts or flags["debug"]["dump_rollouts"]
     if folder is None:
         sys.exit(f"error: {args.run}: was run without --dump-rollouts, so that there are no tokens to show")
@@ -234,33 +264,19 @@ def main(args: Args) -> None:
         sys.exit(
             f"error: --step {step}: {folder} has {len(recorded)} steps, {recorded[:1]} to {recorded[-1:]}"
         )
-    rollouts = read_rollouts(str(folder), step)
+    rollouts, advantages = read_step(config, folder, step)
     chosen = pick(rollouts, args.rollout)
-    algorithm = importlib.import_module(f"algos.{name[1]}" if name else "algos.grpo")
-    algorithm.mark_late(rollouts, step, flags["max_staleness"], flags["late"])
-    _, advantages = algorithm.make_rows(rollouts, algorithm.Args())
-
     path, version = args.checkpoint, None
     if path is None:
         path, version = nearest_model(args.run, flags, step)
-    model, tokenizer = None, load_tokenizer(resolve_model(flags["model"]))
     notes = [f"reward {chosen.reward:.4g}, {'invalid: ' + chosen.invalid if chosen.invalid else 'valid'}"]
     if path != "none":
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(resolve_model(path), dtype=torch.float32)
         which = "" if version is None else f", policy version {version}"
         notes.append(f"trainer's log-probs by {path}{which}; the step trained version {step}")
     metrics = args.run / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     notes += step_summary(rows, step)
-    segments = [
-        read_segment(
-            segment, tokenizer, step, flags["max_staleness"], advantages.get(chosen.rollout_id, None),
-            trainer_logprobs(model, segment, flags["temperature"]) if model else None,
-        )
-        for segment in chosen.segments
-    ]  # fmt: skip
+    (segments,) = read_tokens(flags, step, [chosen], advantages, None if path == "none" else path)
     title = f"rollout {chosen.rollout_id}, trained in step {step}"
     if args.html:
         args.html.write_text(page(title, notes, segments))

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 ALGORITHMS = [path for path in sorted((ROOT / "algos").glob("*.py")) if path.name != "__init__.py"]
 COMMON = sorted((ROOT / "common").glob("*.py"))
 GLOSSARY = ROOT / "algos" / "README.md"
-DOCUMENTS = [path for path in (ROOT / "README.md", ROOT / "AGENTS.md", GLOSSARY) if path.exists()]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [path for path in (*PAGES, GLOSSARY) if path.exists()]
 GROUPS = "reward eval eval_end loss advantage ratio mismatch is gate staleness rollout time perf value moe"
 KEY = re.compile(rf"({'|'.join(GROUPS.split())})(/[\w@*]+)+")
 BARE_KEYS = {"step", "grad_norm", "lr"}  # the metrics without a group
@@ -125,9 +126,58 @@ def test_documented_scripts_exist():
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")  # ](path#fragment)
+
+
+def symbols(source: str) -> set[str]:
+    """Classes, functions and names of a module, and Class.method."""
+    found = set()
+    for node in ast.parse(source).body:
+        names = [node.name] if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else []
+        if isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        inside = [each.name for each in getattr(node, "body", []) if hasattr(each, "name")]
+        found |= {*names, *(f"{name}.{each}" for name in names for each in inside)}
+    return found
+
+
+def anchors(text: str) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Links to files, to classes and functions in them, and to headings, that lead nowhere."""
+    broken = []
+    for target, fragment in LINK.findall(text):
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists():
+            broken.append(target)
+        elif fragment:
+            there = symbols(path.read_text()) if path.suffix == ".py" else anchors(path.read_text())
+            broken += [f"{target}#{fragment}"] if fragment not in there else []
+    return broken
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    assert broken_links(page, page.read_text()) == []
+
+
+def test_the_link_checker_itself():
+    text = (
+        "[a](algos/grpo.py#main) [b](algos/grpo.py#Trainer.train_step) [c](README.md#two-commands) [d](docs)"
+    )
+    assert broken_links(ROOT / "README.md", text + " [e](https://x.y/z#w)") == []
+    text = "[a](algos/grpo.py#gone) [b](algos/grpo.py#Trainer.gone) [c](README.md#gone) [d](gone.py) ![e](gone.png)"
+    gone = "algos/grpo.py#gone algos/grpo.py#Trainer.gone README.md#gone gone.py gone.png"
+    assert broken_links(ROOT / "README.md", text) == gone.split()
+
+
 def test_the_repository_stands_alone():
     """No file points at somebody's machine, at a tracker or at a package registry."""
-    folders = ("algos", "common", "scripts", "tests", "docs", ".ci")
+    folders = ("algos", "common", "scripts", "tests", "docs", ".ci", ".github")
     paths = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
     hosts = r"pypi\.org|pythonhosted\.org|anaconda\.org|pypi\.nvidia\.com|download\.pytorch\.org|/simple/"
     forbidden = re.compile(rf"/work/|\.\./shared|\bISSUE\b|{hosts}")

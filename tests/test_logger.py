@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_plain_output(tmp_path, capsys):
     printed = capsys.readouterr().out
     lines = printed.splitlines()
     assert "\x1b" not in printed
-    assert lines[0].startswith("[  0.") and lines[0].endswith(" s] engines: [loading]")
+    assert re.fullmatch(r"\[ *\d+\.\d s\] engines: \[loading\]", lines[0])
     assert lines[1] == "warning: watch out"
     step = "step 0/2  reward/mean 0  staleness/mean 1  time/step 2  eval/toy/mean 0.125  eta 0:00:02"
     assert lines[2] == step
@@ -202,6 +203,7 @@ def test_a_terminal_gets_a_live_line(tmp_path):
     env = os.environ | {"TTY_COMPATIBLE": "1", "TERM": "xterm", "COLUMNS": "100"}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
     assert "\x1b[" in done.stdout and "step 0/1" in done.stdout and "engines" in done.stdout
+    assert re.search(r"^\[ *\d+\.\d s\] engines$", done.stdout, re.MULTILINE), "phases stay on the screen"
 
 
 @given(st.lists(PAIRS, max_size=6), st.integers(0, 6))
