@@ -4,9 +4,9 @@
     c_v = pi_v for v in top K;   min(pi / mu, cap) for a_t outside of top K
 
 a_t was sampled by mu (the engine, some steps ago), pi is the trainer now, top K are the teacher's K likeliest
-tokens at t (--top-k). distill.py judges a position by the sampled token. Here pi weighs all of the top K, and
-a_t counts only where the student said something else. The gradient is that of KL(pi, teacher) at any K, as no
-tail is cut off or lumped; K sets its variance. K = 0 would be distill.py, all tokens GKD's reverse KL.
+tokens there (--teacher-top-k). In distill.py the sampled token is all that is judged. Here pi weighs the top
+K, and a_t counts only where the student said something else. The gradient is that of KL(pi, teacher) at any
+K, as no tail is cut off or lumped; K sets its variance. K = 0: distill.py less its clip; all: GKD's KL.
 
 Reverse, not forward, KL: on its own samples a student should leave what the teacher would not say (GKD, arXiv
 2306.13649; MiniLLM, 2306.08543). A top K without its tail is biased (Sparse Logit Sampling, 2503.16870).
@@ -105,7 +105,7 @@ class Args:
     late: Literal["keep", "mask", "drop"] = "keep"
     """Tokens staler than --max-staleness: keep them, mask them out of the loss, or drop their rollout."""
     # algorithm
-    top_k: Annotated[int, Ge(1)] = 20
+    teacher_top_k: Annotated[int, Ge(1)] = 20
     """The teacher's likeliest tokens at a position, over which the KL is exact (K)."""
     max_weight: Annotated[float, Ge(1)] = 5.0
     """Largest weight pi/mu of a sampled token outside of those (cap). Smaller ones stay as they are."""
@@ -296,7 +296,7 @@ class Trainer:
         self.teacher = build_model(args.teacher, self.device, engine_dtype, args.parallel)
         self.teacher_head = TopLogprobHead(self.teacher.requires_grad_(False), args.parallel.fp32_head)
         num_tokens = len(self.model.get_output_embeddings().weight)
-        self.teacher_head.likeliest = (min(args.top_k, num_tokens), num_tokens)
+        self.teacher_head.likeliest = (min(args.teacher_top_k, num_tokens), num_tokens)
         self.sender = WeightSender(self.model, self.rank, engine_dtype, args.deadline.refit_timeout_s)
         self.sender.join(store, self.world_size, num_workers)
         return describe(self.model)
