@@ -83,7 +83,9 @@ def test_over_the_teachers_likeliest_token_the_policy_weighs_and_elsewhere_the_s
 def test_over_all_tokens_it_is_the_gradient_of_the_kl_whatever_was_sampled():
     # KL = 1/3 (ln(2/3) + 2 ln(4/3)) = .0566330; by a logit 1/3 (log(pi/teacher) - KL)
     expected = [-0.1540327, 0.0770163, 0.0770163]
-    assert gradient_of("distill_topk", reference=TEACHER, teacher_top_k=3) == pytest.approx(expected, abs=1e-6)
+    assert gradient_of("distill_topk", reference=TEACHER, teacher_top_k=3) == pytest.approx(
+        expected, abs=1e-6
+    )
     rollouts = committed_batch()
     rollouts[1].segments = [segment([2], [-math.log(12)])]  # nor does its staleness matter
     gradient, metrics, _ = trained("distill_topk", rollouts, reference=TEACHER, teacher_top_k=3)
@@ -128,7 +130,7 @@ def test_the_sampled_verdict_has_the_gradient_of_the_kl_on_and_off_policy(mu):
         mask, logprobs_BS = torch.tensor([[True]]), logprobs[action].view(1, 1)
         old_BS, teacher_BS = logprobs_BS.detach(), tensor([[math.log(0.5)]])
         weights_BS = distill.importance_weights(old_BS - math.log(mu[action]), "tis", 1e9)
-        advantages_BS = distill.teacher_advantages(old_BS, teacher_BS, mask)
+        advantages_BS = distill.teacher_advantages(logprobs_BS, teacher_BS, mask)
         assert not advantages_BS.requires_grad  # k1 itself in the loss would have a gradient of 0
         return distill.policy_loss(logprobs_BS, old_BS, weights_BS, advantages_BS, mask, 0.2, 0.28)[0]
 

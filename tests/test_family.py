@@ -399,6 +399,25 @@ def test_tokens_out_of_the_loss_still_take_a_step_and_carry_the_reward():
     assert got == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1000.0])
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo"])
+def test_masked_positions_of_the_others_may_hold_anything(name, garbage):
+    policy_loss = importlib.import_module(f"algos.{name}").policy_loss
+    logprobs = torch.tensor([[-1.0, garbage], [garbage] * 2], dtype=torch.float64, requires_grad=True)
+    old, weights = (
+        torch.tensor([[-1.0, garbage], [garbage] * 2]),
+        torch.tensor([[2.0, garbage], [garbage] * 2]),
+    )
+    advantages = torch.tensor([[3.0, garbage], [garbage] * 2] if name == "reinforce_pp" else [3.0, garbage])
+    mask, clip = torch.tensor([[True, False], [False, False]]), () if name == "rloo" else (0.2, 0.28)
+    loss, sums = policy_loss(logprobs, old, weights, advantages, mask, *clip)
+    loss.backward()
+    assert loss.item() == -6.0 and float(sums["loss/policy"][1]) == 1
+    assert logprobs.grad.tolist() == [[-6.0, 0.0], [0.0, 0.0]]
+    loss, sums = policy_loss(logprobs, old, weights, advantages, torch.zeros_like(mask), *clip)
+    assert loss.item() == 0.0 and float(sums["loss/policy"][1]) == 0
+
+
 def test_equal_rewards_are_exactly_no_gradient():
     rollouts = committed_batch()
     for rollout in rollouts:

@@ -106,10 +106,12 @@ def measure(results: dict, tasks: list[str], algorithms: list[str]) -> None:
 def table(results: dict) -> None:
     print("| task | algorithm | score at the start | at the end | rollouts to 0.9 | seconds to 0.9 |")
     print("|---|---|---|---|---|---|")
-    for name, of_seeds in results.items():
+    for name in (f"{task} {what}" for task in TASKS for what in [*ALGORITHMS, "grpo --lr 0"]):
+        if not (of_seeds := results.get(name)):
+            continue
         curves = [[tuple(point) for point in points] for points in of_seeds.values()]
         (start,) = {f"{points[0][2]:.3f}" for points in curves}  # every run starts from the same model
-        ends = ", ".join(f"{points[-1][2]:.3g}" for points in curves)
+        ends = ", ".join(f"{points[-1][2]:.3f}" for points in curves)
         rollouts, seconds = (show([first_at(points, place) for points in curves]) for place in (0, 1))
         print("| " + " | ".join((*name.split(" ", 1), start, ends, rollouts, seconds)) + " |")
 
