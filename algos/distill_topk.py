@@ -18,7 +18,8 @@ A copy of cispo.py, whose weight this has. What differs, and why:
   3. the teacher's temperature is --temperature too: what is learned is the policy that it would sample with.
 The teacher is a frozen model on the trainer's ranks, sharded like the student; it has no engine of its own.
 
-Suffixes: R rollouts of the step, B rows (segments), T tokens, S = T - 1 next-token positions, K.
+Suffixes: R rollouts of the step, B rows (segments), T tokens, S = T - 1 next-token positions, K likeliest
+tokens of the teacher at one, M = 1 + K with the sampled one.
 
 A teacher:  python -m algos.grpo --model tiny --env reverse --output-dir runs/teacher
 One CPU:    python -m algos.distill_topk --env reverse --teacher runs/teacher/checkpoints/step_120

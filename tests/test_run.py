@@ -173,7 +173,11 @@ def test_a_synchronous_run_on_two_engines_and_two_ranks_is_on_policy_and_writes_
         ("algos.score_centering", ("--group-size", "4", "--refit-mode", "abort"), 0),
         ("algos.dapo", ("--group-size", "2"), 0),
         ("algos.distill", ("--group-size", "1", "--teacher", "RANDOM", "--correction", "seq-mask"), 0),
-        ("algos.distill_topk", ("--group-size", "1", "--teacher", "RANDOM", "--teacher-top-k", "5"), 0),
+        (
+            "algos.distill_topk",
+            ("--group-size", "1", "--teacher", "RANDOM", "--teacher-top-k", "5", "--zero", "3"),
+            0,
+        ),
     ],
 )
 def test_the_other_algorithms_take_their_steps_on_two_ranks(drive, tmp_path, module, flags, warmup):

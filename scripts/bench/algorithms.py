@@ -3,10 +3,10 @@
     .venv/bin/python scripts/bench/algorithms.py                    all of it: a minute or two for each run
     .venv/bin/python scripts/bench/algorithms.py reverse dapo ppo   these algorithms on this task
     .venv/bin/python scripts/bench/algorithms.py table              what there is, without a run
-    .venv/bin/python scripts/bench/algorithms.py long               6,000 updates of FlashREINFORCE at staleness 4
+    .venv/bin/python scripts/bench/algorithms.py long               FlashREINFORCE, 6,000 updates at lag 4
 
-Resumable: a run that stands in docs/algorithms.json, or in runs/algorithms/, is not repeated. Each run goes into
-the JSON when it ends; then come the picture (against rollouts, with the spread over seeds) and the table.
+Resumable: a run that stands in docs/algorithms.json, or in runs/algorithms/, is not repeated. Each run goes
+into the JSON when it ends; then come the picture (against rollouts, with the spread over seeds) and the table.
 """
 
 import json
@@ -58,11 +58,12 @@ def run(algorithm: str, name: str, flags: list[str]) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def teacher(task: str) -> str:
-    """The last checkpoint of GRPO with seed 1 on the task."""
-    flags = [*TASKS[task], *GROUPS, "--eval-every", "10", "--seed", "1"]
-    steps = len(run("grpo", f"{task}-grpo-1", flags))
-    return str(FOLDER / f"{task}-grpo-1" / "checkpoints" / f"step_{steps}")
+def teacher(task: str, results: dict) -> str:
+    """The last checkpoint of GRPO with seed 1 on the task, a run of its own in `results`."""
+    name, flags = f"{task}-teacher", [*TASKS[task], *GROUPS, "--eval-every", "10", "--seed", "1"]
+    rows = run("grpo", name, flags)
+    results[f"{task} teacher"] = {"1": curve(rows)}
+    return str(FOLDER / name / "checkpoints" / f"step_{len(rows)}")
 
 
 def curve(rows: list[dict]) -> list[tuple[int, float, float]]:
@@ -78,16 +79,9 @@ def curve(rows: list[dict]) -> list[tuple[int, float, float]]:
     return [*points, (rollouts, seconds, end)]
 
 
-def first_at(points: list[tuple[int, float, float]], place: int) -> float | None:
-    return next((point[place] for point in points if point[2] >= TARGET), None)
-
-
-def show(values: list[float | None]) -> str:
-    return ", ".join("never" if value is None else f"{value:,.0f}" for value in values)
-
-
 def measure(results: dict, tasks: list[str], algorithms: list[str]) -> None:
-    """Makes the runs that are missing in `results`, {"task algorithm": {seed: curve}}, and writes each down."""
+    """Makes the runs that are missing in `results`, {"task algorithm": {seed: curve}}, and writes each
+    down."""
     wanted = [(task, algorithm, seed) for task in tasks for algorithm in algorithms for seed in SEEDS]
     wanted += [(task, "grpo --lr 0", 1) for task in tasks if "grpo" in algorithms]
     for task, what, seed in wanted:
@@ -97,23 +91,27 @@ def measure(results: dict, tasks: list[str], algorithms: list[str]) -> None:
             continue
         flags = [*TASKS[task], *ALGORITHMS[algorithm], "--eval-every", "10", *more, "--seed", str(seed)]
         if algorithm in LEARN_FROM_A_TEACHER:
-            flags += ["--teacher", teacher(task)]
+            flags += ["--teacher", teacher(task, results)]
         name = f"{task}-{'control' if more else algorithm}-{seed}"
         of_seeds[str(seed)] = curve(run(algorithm, name, flags))
         (ROOT / "docs" / "algorithms.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 def table(results: dict) -> None:
-    print("| task | algorithm | score at the start | at the end | rollouts to 0.9 | seconds to 0.9 |")
-    print("|---|---|---|---|---|---|")
-    for name in (f"{task} {what}" for task in TASKS for what in [*ALGORITHMS, "grpo --lr 0"]):
-        if not (of_seeds := results.get(name)):
-            continue
-        curves = [[tuple(point) for point in points] for points in of_seeds.values()]
-        (start,) = {f"{points[0][2]:.3f}" for points in curves}  # every run starts from the same model
-        ends = ", ".join(f"{points[-1][2]:.3f}" for points in curves)
-        rollouts, seconds = (show([first_at(points, place) for points in curves]) for place in (0, 1))
-        print("| " + " | ".join((*name.split(" ", 1), start, ends, rollouts, seconds)) + " |")
+    """For each task the scores at the end and the rollouts until TARGET, seed by seed; empty where no run
+    stands."""
+    print(
+        "| algorithm | " + " | ".join(f"{task}: at the end | rollouts to {TARGET}" for task in TASKS) + " |"
+    )
+    print("|---" * (1 + 2 * len(TASKS)) + "|")
+    for what in [*ALGORITHMS, "teacher", "grpo --lr 0"]:
+        cells = [f"`{what}`"]
+        for task in TASKS:
+            curves = list(results.get(f"{task} {what}", {}).values())
+            ends = ", ".join(f"{points[-1][2]:.3f}" for points in curves)
+            firsts = [next((at for at, _, score in points if score >= TARGET), None) for points in curves]
+            cells += [ends, ", ".join("never" if at is None else f"{at:,}" for at in firsts)]
+        print("| " + " | ".join(cells) + " |")
 
 
 def draw(results: dict) -> None:
