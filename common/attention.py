@@ -59,8 +59,8 @@ class Packed:
     shape: torch.Size
 
     def select(self, values_BS: torch.Tensor) -> torch.Tensor:
-        """[B, S] to [1, N]."""
-        return values_BS if self.index is None else values_BS.flatten()[self.index][None]
+        """[B, S, ...] to [1, N, ...]."""
+        return values_BS if self.index is None else values_BS.flatten(0, 1)[self.index][None]
 
     def spread(self, values_1N: torch.Tensor) -> torch.Tensor:
         """[1, N, ...] to [B, S, ...], 0 where there is padding."""

@@ -196,17 +196,17 @@ NO_PACKING = {
 AFTER_HEAD = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}  # and no change
 
 
-def check_layout(model: str, flags) -> None:
+def check_layout(model: str, flags, flag: str = "--model") -> None:
     """Refuses a model that changes its logits after the head, where log-probs are taken, to spread experts
     that it does not have, and packing where it would mix rows; replaces auto."""
     from transformers import AutoConfig
 
-    check_model(model)
+    check_model(model, flag)
     config = AutoConfig.from_pretrained(resolve_model(model)).to_dict()
     changes = [key for key, neutral in AFTER_HEAD.items() if config.get(key) not in (None, neutral)]
     if changes:
         why = f"it changes its logits after the head ({changes[0]}), which the trainer would leave out"
-        raise FlagError(f"--model {model}: {why}; use another model")
+        raise FlagError(f"{flag} {model}: {why}; use another model")
     reasons = [why for keys, why in NO_PACKING.items() if any(config.get(key) for key in keys)]
     if flags.trainer_ep > 1 and "is a mixture of experts" not in reasons:
         raise FlagError(f"--trainer-ep {flags.trainer_ep}: {model} has no experts; use 1")
@@ -288,14 +288,28 @@ def check_files(save, log) -> None:
     check_output_dir(log.output_dir, save.resume)
 
 
-def check_model(model: str):
+def check_model(model: str, flag: str = "--model"):
     """The tokenizer of a model. Refuses a model that is not there."""
     try:
         if Path(path := resolve_model(model)).is_dir():
             check_path("--model", path, "config.json")
         return load_tokenizer(path)
     except (ValueError, OSError) as error:
-        raise FlagError(f"--model {model}: {str(error).removeprefix(f'--model {model}: ')}") from error
+        raise FlagError(f"{flag} {model}: {str(error).removeprefix(f'--model {model}: ')}") from error
+
+
+def teacher_path(teacher: str, model: str, parallel) -> str:
+    """The folder of a teacher. Refuses one that is not there, that does not fit the layout, or to which an id
+    of the model's may be another token or none. It may have more logits: some models pad them."""
+    from transformers import AutoConfig
+
+    check_layout(teacher, parallel, "--teacher")
+    path, other = resolve_model(teacher), resolve_model(model)
+    logits, needed = (AutoConfig.from_pretrained(each).get_text_config().vocab_size for each in (path, other))
+    if load_tokenizer(path).get_vocab() != load_tokenizer(other).get_vocab() or logits < needed:
+        why = f"to it the ids of --model {model} are other tokens, or none"
+        raise FlagError(f"--teacher {teacher}: {why}; use a teacher with the same tokenizer")
+    return path
 
 
 def check_tasks(model: str, env: str, eval_env: str | None, data, engine, max_new_tokens: int) -> int:

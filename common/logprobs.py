@@ -128,7 +128,7 @@ class LogprobHead:
     def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
         if self.targets_BS is None:
             return self.plain_forward(hidden_BSH)
-        if hidden_BSH.shape[:2] != self.targets_BS.shape:
+        if hidden_BSH.shape[:2] != self.targets_BS.shape[:2]:
             sizes = tuple(hidden_BSH.shape[:2]), tuple(self.targets_BS.shape)
             raise ValueError("{} positions, {} targets".format(*sizes))
         hidden, weight, bias, mesh, group, first = hidden_BSH, self.head.weight, self.head.bias, None, None, 0
@@ -153,7 +153,7 @@ class LogprobHead:
         without padding, on the CPU (default: S); a model that packs computes nothing past them, and gives 0
         there. Raises ValueError where the two shapes differ.
         """
-        if input_ids_BS.shape != targets_BS.shape:
+        if input_ids_BS.shape != targets_BS.shape[:2]:
             raise ValueError(f"input ids {tuple(input_ids_BS.shape)}, targets {tuple(targets_BS.shape)}")
         packed = pack(model, input_ids_BS, lengths_B)
         self.targets_BS, self.temperature = packed.select(targets_BS), temperature

@@ -154,7 +154,8 @@ def advice(row: dict, rollouts: list[Rollout], drops: dict, group_size: int, max
     for reason, error in (errors | {reason: detail for reason, (_, detail) in drops.items()}).items():
         last_line = (str(error).strip().splitlines() or ["it says no more"])[-1]
         found[reason] = f"some rollouts are invalid ({reason}): {last_line}"
-    if row.get("reward/zero_std_group_frac") == 1 or row.get("reward/std") == 0:
+    equal = row.get("reward/zero_std_group_frac") == 1 or row.get("reward/std") == 0
+    if equal and "loss/teacher_kl" not in row:  # a teacher teaches whatever the rewards
         found["equal rewards"] = (
             f"no two rewards of a baseline differ (mean {row['reward/mean']:.3g}): nothing is learned, the "
             "task is too hard or too easy. Change it, give partial credit, warm up by algos/sft.py, or "

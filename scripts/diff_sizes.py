@@ -13,7 +13,8 @@ import tokenize
 from pathlib import Path
 
 ALGOS = Path(__file__).parents[1] / "algos"
-COPIES = ("dr_grpo", "rloo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline", "dapo")  # of grpo
+PARENTS = dict.fromkeys(("dr_grpo", "rloo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline"), "grpo")
+PARENTS |= {"dapo": "grpo", "distill": "grpo", "distill_topk": "cispo"}
 LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"}
 
 
@@ -36,7 +37,6 @@ def diff_size(parent: str, copy: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    parent = (ALGOS / "grpo.py").read_text()
-    for name in COPIES:
-        added, removed = diff_size(parent, (ALGOS / f"{name}.py").read_text())
-        print(f"| `{name}.py` | `grpo.py` | +{added} -{removed} |")
+    for name, parent in PARENTS.items():
+        added, removed = diff_size(*((ALGOS / f"{each}.py").read_text() for each in (parent, name)))
+        print(f"| `{name}.py` | `{parent}.py` | +{added} -{removed} |")

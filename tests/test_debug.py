@@ -135,6 +135,8 @@ CASES = {
     "a word of the user's": ({}, [rollout("late", error="")], {}, {"late": ["late"]}),
     "equal rewards": ({"reward/zero_std_group_frac": 1.0}, [rollout()], {},
                       {"equal rewards": ["mean 0.25", "--group-size", "now 8", "--temperature"]}),
+    "equal rewards, and a teacher": ({"reward/zero_std_group_frac": 1.0, "reward/std": 0.0, "loss/teacher_kl": 0.1},
+                                     [rollout()], {}, {}),
     "a weight of 1e5 among 1e4 of 1": (
         # (1e4 + 1e5)^2 / (1e4 (1e4 + 1e10)) = .000121; 1e5 / 1.1e5 = .909
         {"is/ess": 0.000121, "is/max_weight": 1e5, "is/max_share": 0.909}, [rollout()], {},

@@ -17,12 +17,13 @@ import ray
 import torch
 import tyro
 
-from algos import flash_reinforce, grpo, ppo, sft
+from algos import distill, distill_topk, flash_reinforce, grpo, ppo, sft
 from common import checks
 from common.models import make_tiny, resolve_model
 
 ROOT = Path(__file__).parents[1]
 MAINS = {"grpo": grpo, "flash_reinforce": flash_reinforce, "ppo": ppo, "sft": sft}
+MAINS |= {"distill": distill, "distill_topk": distill_topk}
 DEADLINE_S = 300
 
 ENVS = """
@@ -222,6 +223,21 @@ REFUSED = [
         "grpo", "--env envs.py:Ids --max-model-len 24", "--max-new-tokens 16 + 20 prompt tokens = 36",
         "lower --max-new-tokens to 4 or raise --max-model-len to 36",
     ),
+    # the teacher
+    ("distill", "", "--teacher : ", "use tiny, smollm2, a directory that exists, or a Hub id"),
+    ("distill_topk", "--teacher tini", "--teacher tini: ", "use tiny, smollm2, a directory that exists, or"),
+    ("distill", "--teacher nothing", "--teacher nothing: has no config.json; ", "name the folder that has it"),
+    (
+        "distill", "--teacher other", "--teacher other: to it the ids of --model tiny are other tokens, or none; ",
+        "use a teacher with the same tokenizer",
+    ),
+    (
+        "distill_topk", "--model other --teacher tiny", "--teacher tiny: to it the ids of --model other are other ",
+        "use a teacher with the same tokenizer",
+    ),
+    ("distill", "--teacher capped", "--teacher capped: it changes its logits after the head", "use another model"),
+    ("distill_topk", "--teacher tiny --teacher-top-k 0", "--teacher-top-k 0: ", "must be at least 1"),
+    ("distill_topk", "--teacher tiny --num-trainers 2 --trainer-tp 2", "--trainer-tp 2: ", "use 1"),
     ("grpo", "--chat-template-args nojson", "--chat-template-args nojson: ", "not a JSON object; write one like '{\"key"),
     ("grpo", "--chat-template-args [1]", "--chat-template-args [1]: ", "not a JSON object; write one like '{\"key"),
     # the environment
@@ -316,13 +332,21 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder with FILES and the model `picky`."""
+    """A folder with FILES and the models `picky`, `other` (its tokens) and `capped` (its logits)."""
     folder = tmp_path_factory.mktemp("workplace")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     shutil.copytree(resolve_model("tiny"), folder / "picky", dirs_exist_ok=True)
     (folder / "picky" / "chat_template.jinja").write_text(PICKY)
+    for name in ("other", "capped"):
+        shutil.copytree(resolve_model("tiny"), folder / name)
+    text = (folder / "other" / "tokenizer.json").read_text()  # two tokens change places
+    (folder / "other" / "tokenizer.json").write_text(
+        text.replace('"a":', '"swap":').replace('"b":', '"a":').replace('"swap":', '"b":')
+    )
+    config = json.loads((folder / "capped" / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
+    (folder / "capped" / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from algos.grpo import mark_late
 from common import cluster
 from common.metrics import rollout_metrics
-from common.models import resolve_model
+from common.models import make_tiny, resolve_model
 from common.sample import Rollout, Segment
 
 ROOT = Path(__file__).parents[1]
@@ -171,12 +171,20 @@ def test_a_synchronous_run_on_two_engines_and_two_ranks_is_on_policy_and_writes_
         ("algos.flash_reinforce", ("--failure-tokens", "0.5"), 0),
         ("algos.ppo", ("--critic-warmup-steps", "2"), 2),
         ("algos.score_centering", ("--group-size", "4", "--refit-mode", "abort"), 0),
+        ("algos.dapo", ("--group-size", "2"), 0),
+        ("algos.distill", ("--group-size", "1", "--teacher", "RANDOM", "--correction", "seq-mask"), 0),
+        (
+            "algos.distill_topk",
+            ("--group-size", "1", "--teacher", "RANDOM", "--teacher-top-k", "5", "--zero", "3"),
+            0,
+        ),
     ],
 )
-def test_the_other_algorithms_take_their_steps_on_two_ranks(drive, module, flags, warmup):
+def test_the_other_algorithms_take_their_steps_on_two_ranks(drive, tmp_path, module, flags, warmup):
+    teacher = make_tiny(tmp_path / "teacher", seed=5)  # random weights
     run = drive(
         module, "--model", "tiny", "--env", "reverse", "--max-steps", "4", "--save-every", "2",
-        "--prompts-per-step", "32", "--num-trainers", "2", *flags,
+        "--prompts-per-step", "32", "--num-trainers", "2", *(flag.replace("RANDOM", teacher) for flag in flags),
     )  # fmt: skip
     assert run.wait_for_end() == 0, run.output()[-4000:]
     rows = run.read("metrics.jsonl")
@@ -188,6 +196,9 @@ def test_the_other_algorithms_take_their_steps_on_two_ranks(drive, module, flags
         "flash_reinforce": "gate/rejected_frac",
         "ppo": "value/grad_norm",
         "score_centering": "is/top_k_mass",
+        "dapo": "advantage/abs_mean",
+        "distill": "loss/teacher_kl",
+        "distill_topk": "teacher/outside_frac",
     }
     for row in rows:
         value = row[own[module.removeprefix("algos.")]]
@@ -197,6 +208,13 @@ def test_the_other_algorithms_take_their_steps_on_two_ranks(drive, module, flags
         for path in (resolve_model("tiny"), run.output_dir / "checkpoints/step_4")
     )
     assert [name for name in start if not torch.equal(start[name], end[name])] == list(start)
+    # the schedule counts the optimizer steps: 5 steps of warm-up, and none for the groups that were dropped
+    assert [row["lr"] for row in rows] == pytest.approx([1e-3 * (s + 1) / 6 * (1 - s / 4) for s in range(4)])
+    if module == "algos.dapo":
+        assert sum(row.get("rollout/dropped/equal_rewards", 0) for row in rows) > 0
+        assert all(row["reward/zero_std_group_frac"] == 0 for row in rows)
+    if "distill" in module:
+        assert 0 < rows[-1]["loss/teacher_kl"] < rows[0]["loss/teacher_kl"]
 
 
 def test_an_asynchronous_run_in_ticket_order_overlaps_and_trains_the_same_again_until_ctrl_c(drive):

@@ -1,11 +1,12 @@
-"""GRPO, FlashREINFORCE, PPO and score centering on the same tasks with equal numbers of rollouts, three seeds each.
+"""Every algorithm on the same tasks with equal numbers of rollouts, three seeds each.
 
-    .venv/bin/python scripts/bench/algorithms.py            all of it: some 40 minutes a task on two cores
-    .venv/bin/python scripts/bench/algorithms.py reverse    one task
-    .venv/bin/python scripts/bench/algorithms.py long       6,000 updates of FlashREINFORCE at staleness 4
+    .venv/bin/python scripts/bench/algorithms.py                    all of it: a minute or two for each run
+    .venv/bin/python scripts/bench/algorithms.py reverse dapo ppo   these algorithms on this task
+    .venv/bin/python scripts/bench/algorithms.py table              what there is, without a run
+    .venv/bin/python scripts/bench/algorithms.py long               FlashREINFORCE, 6,000 updates at lag 4
 
-Resumable: runs that are done are not repeated (runs/algorithms/). Writes docs/algorithms.json, a picture with
-the spread over seeds against rollouts and against seconds, and prints the table.
+Resumable: a run that stands in docs/algorithms.json, or in runs/algorithms/, is not repeated. Each run goes
+into the JSON when it ends; then come the picture (against rollouts, with the spread over seeds) and the table.
 """
 
 import json
@@ -30,12 +31,19 @@ TASKS = {
 # the harder task: reverse is learned so soon that most of 6,000 updates would be of equal rewards
 LONG = "--max-steps 6000 --prompts-per-step 16 --max-staleness 4 --lr 3e-4 --lr-end-ratio 1".split()
 LONG += ["--env", SORT, "--eval-every", "500"]
+GROUPS, SINGLE = ["--prompts-per-step", "16", "--group-size", "8"], ["--prompts-per-step", "128"]
 ALGORITHMS = {
-    "grpo": ["--prompts-per-step", "16", "--group-size", "8"],
-    "flash_reinforce": ["--prompts-per-step", "128"],
-    "ppo": ["--prompts-per-step", "128"],
-    "score_centering": ["--prompts-per-step", "16", "--group-size", "8"],
-}
+    "grpo": GROUPS, "flash_reinforce": SINGLE, "ppo": SINGLE, "score_centering": GROUPS, "dr_grpo": GROUPS,
+    "rloo": GROUPS, "reinforce_pp": GROUPS, "reinforce_pp_baseline": GROUPS, "gspo": GROUPS, "cispo": GROUPS,
+    "dapo": GROUPS, "distill": GROUPS, "distill_topk": GROUPS,
+}  # fmt: skip
+LEARN_FROM_A_TEACHER = ("distill", "distill_topk")  # the checkpoint of `teacher`, a GRPO run of the same task
+PANELS = (
+    ("flash_reinforce", "ppo", "score_centering"),
+    ("dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
+    ("gspo", "cispo", "dapo"),
+    LEARN_FROM_A_TEACHER,
+)
 
 
 def run(algorithm: str, name: str, flags: list[str]) -> list[dict]:
@@ -50,61 +58,94 @@ def run(algorithm: str, name: str, flags: list[str]) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def teacher(task: str, results: dict) -> str:
+    """The last checkpoint of GRPO with seed 1 on the task, a run of its own in `results`."""
+    name, flags = f"{task}-teacher", [*TASKS[task], *GROUPS, "--eval-every", "10", "--seed", "1"]
+    rows = run("grpo", name, flags)
+    results[f"{task} teacher"] = {"1": curve(rows)}
+    return str(FOLDER / name / "checkpoints" / f"step_{len(rows)}")
+
+
 def curve(rows: list[dict]) -> list[tuple[int, float, float]]:
-    """(rollouts, seconds of training, greedy score) at each evaluation."""
-    seconds, points = 0.0, []
+    """(rollouts, seconds of training, greedy score) at each evaluation. Groups that DAPO sampled and did not
+    train count."""
+    rollouts, seconds, points = 0, 0.0, []
     for row in rows:
         score = [value for key, value in row.items() if key.startswith("eval/") and key.endswith("/mean")]
-        points += [(row["step"] * ROLLOUTS, seconds, score[0])] if score else []
+        points += [(rollouts, seconds, score[0])] if score else []
+        rollouts += ROLLOUTS + 8 * row.get("rollout/dropped/equal_rewards", 0)
         seconds += row["time/step"]
     (end,) = [v for k, v in rows[-1].items() if k.startswith("eval_end/") and k.endswith("/mean")]
-    return [*points, (len(rows) * ROLLOUTS, seconds, end)]
+    return [*points, (rollouts, seconds, end)]
 
 
-def first_at(points: list[tuple[int, float, float]], place: int) -> float | None:
-    return next((point[place] for point in points if point[2] >= TARGET), None)
+def measure(results: dict, tasks: list[str], algorithms: list[str]) -> None:
+    """Makes the runs that are missing in `results`, {"task algorithm": {seed: curve}}, and writes each
+    down."""
+    wanted = [(task, algorithm, seed) for task in tasks for algorithm in algorithms for seed in SEEDS]
+    wanted += [(task, "grpo --lr 0", 1) for task in tasks if "grpo" in algorithms]
+    for task, what, seed in wanted:
+        algorithm, *more = what.split()
+        of_seeds = results.setdefault(f"{task} {what}", {})
+        if str(seed) in of_seeds:
+            continue
+        flags = [*TASKS[task], *ALGORITHMS[algorithm], "--eval-every", "10", *more, "--seed", str(seed)]
+        if algorithm in LEARN_FROM_A_TEACHER:
+            flags += ["--teacher", teacher(task, results)]
+        name = f"{task}-{'control' if more else algorithm}-{seed}"
+        of_seeds[str(seed)] = curve(run(algorithm, name, flags))
+        (ROOT / "docs" / "algorithms.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
-def show(values: list[float | None]) -> str:
-    return ", ".join("never" if value is None else f"{value:.0f}" for value in values)
+def table(results: dict) -> None:
+    """For each task the scores at the end and the rollouts until TARGET, seed by seed; empty where no run
+    stands."""
+    print(
+        "| algorithm | " + " | ".join(f"{task}: at the end | rollouts to {TARGET}" for task in TASKS) + " |"
+    )
+    print("|---" * (1 + 2 * len(TASKS)) + "|")
+    for what in [*ALGORITHMS, "teacher", "grpo --lr 0"]:
+        cells = [f"`{what}`"]
+        for task in TASKS:
+            curves = list(results.get(f"{task} {what}", {}).values())
+            ends = ", ".join(f"{points[-1][2]:.3f}" for points in curves)
+            firsts = [next((at for at, _, score in points if score >= TARGET), None) for points in curves]
+            cells += [ends, ", ".join("never" if at is None else f"{at:,}" for at in firsts)]
+        print("| " + " | ".join(cells) + " |")
 
 
-def main(tasks: list[str]) -> None:
-    results = {}
-    figure, axes = plt.subplots(len(tasks), 2, figsize=(9, 3.4 * len(tasks)), squeeze=False, dpi=130)
-    print("| task | algorithm | score at the start | at the end | rollouts to 0.9 | seconds to 0.9 |")
-    print("|---|---|---|---|---|---|")
-    for task, (left, right) in zip(tasks, axes):
-        for color, algorithm in zip(("C0", "C1", "C2", "C3"), ALGORITHMS):
-            flags = [*TASKS[task], *ALGORITHMS[algorithm], "--eval-every", "10"]
-            curves = [
-                curve(run(algorithm, f"{task}-{algorithm}-{seed}", [*flags, "--seed", str(seed)]))
-                for seed in SEEDS
-            ]
-            results[f"{task} {algorithm}"] = curves
-            starts, ends = ([round(points[place][2], 3) for points in curves] for place in (0, -1))
-            rollouts, seconds = ([first_at(points, place) for points in curves] for place in (0, 1))
-            cells = (task, algorithm, starts, ends, show(rollouts), show(seconds))
-            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-            scores = np.array([[point[2] for point in points] for points in curves])
-            for axis, place in ((left, 0), (right, 1)):
-                at = np.mean([[point[place] for point in points] for points in curves], axis=0)
-                axis.plot(at, scores.mean(0), color=color, label=algorithm)
-                axis.fill_between(at, scores.min(0), scores.max(0), color=color, alpha=0.2)
-        flags = [*TASKS[task], *ALGORITHMS["grpo"], "--eval-every", "10", "--lr", "0"]
-        control = curve(run("grpo", f"{task}-control-1", [*flags, "--seed", "1"]))
-        results[f"{task} grpo --lr 0"] = [control]
-        print(
-            f"| {task} | grpo --lr 0 | {control[0][2]:.3f} | {control[-1][2]:.3f} | never | never |",
-            flush=True,
-        )
-        left.plot(*np.array(control)[:, [0, 2]].T, color="black", linestyle=":", label="grpo --lr 0")
-        left.set(title=task, xlabel="rollouts", ylabel="greedy exact match", ylim=(-0.03, 1.03))
-        right.set(xlabel="seconds of training", ylim=(-0.03, 1.03))
-        left.legend(frameon=False)
-    (ROOT / "docs" / "algorithms.json").write_text(json.dumps(results, indent=1) + "\n")
+def draw(results: dict) -> None:
+    """A row of panels for each task, GRPO in each panel; the band is the spread over seeds."""
+    size = {"figsize": (3.4 * len(PANELS), 3.2 * len(TASKS)), "squeeze": False, "sharey": True, "dpi": 110}
+    figure, axes = plt.subplots(len(TASKS), len(PANELS), **size)
+    for task, row in zip(TASKS, axes):
+        for names, axis in zip(PANELS, row):
+            for color, name in zip(("black", "C0", "C1", "C2", "C3"), ("grpo", *names)):
+                curves = list(results.get(f"{task} {name}", {}).values())
+                if not curves:
+                    continue
+                scores = np.array([[point[2] for point in points] for points in curves])
+                at = np.mean([[point[0] for point in points] for points in curves], axis=0)
+                label = name if len(curves) == len(SEEDS) else f"{name} ({len(curves)} seeds)"
+                axis.plot(at, scores.mean(0), color=color, label=label, lw=1.2)
+                axis.fill_between(at, scores.min(0), scores.max(0), color=color, alpha=0.15, lw=0)
+            axis.set(title=task, xlabel="rollouts", ylim=(-0.03, 1.03))
+            axis.legend(frameon=False, fontsize=7, loc="lower right")
+        row[0].set_ylabel("greedy exact match")
     figure.tight_layout()
     figure.savefig(ROOT / "docs" / "algorithms.png")
+
+
+def main(words: list[str]) -> None:
+    if unknown := set(words) - {*TASKS, *ALGORITHMS, "table"}:
+        sys.exit(f"{', '.join(sorted(unknown))}: use {', '.join([*TASKS, *ALGORITHMS])}, table or long")
+    path = ROOT / "docs" / "algorithms.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    if words != ["table"]:
+        tasks, algorithms = ([w for w in known if w in words] or list(known) for known in (TASKS, ALGORITHMS))
+        measure(results, tasks, algorithms)
+    table(results)
+    draw(results)
 
 
 def long_run() -> None:
@@ -127,4 +168,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["long"]:
         long_run()
     else:
-        main(sys.argv[1:] or list(TASKS))
+        main(sys.argv[1:])

@@ -1,0 +1,687 @@
+"""On-policy distillation, asynchronous: the student samples, a teacher says how likely each token was.
+
+    A_t = log(teacher / old)                                              at each sampled token
+    L   = -1/N sum_t w_t min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
+    r   = pi / old,   w = sg(f(old / mu))
+
+mu is the policy that sampled the token (the engine, some steps ago), old the trainer at the start of the
+step, pi the trainer now. -A_t is the k1 estimate of KL(old, teacher), the reverse KL: the student leaves what
+the teacher would not say. A_t is held constant: on-policy the gradient is that of the KL, where k1 itself as
+the loss would have one of 0. Papers: "On-Policy Distillation" (Thinking Machines Lab, 2025); GKD, arXiv
+2306.13649; MiniLLM, arXiv 2306.08543.
+
+What differs from grpo.py, and why:
+  1. A token's advantage is the teacher's verdict on it alone, not on what follows (discount 0, as in the
+     first paper). No group is compared, and the environment's reward is only reported.
+  2. The teacher's temperature is --temperature too: what is learned is the policy that it would sample with.
+  3. A has old where the first paper has mu. With mu the gradient is that of KL(pi, teacher) - KL(pi, mu): it
+     would push the student away from what it was some steps ago.
+The teacher is a frozen model on the trainer's ranks, sharded like the student; it has no engine of its own.
+
+Suffixes: R rollouts of the step, B rows (segments), T tokens, S = T - 1 next-token positions.
+
+    driver main() -- tickets, versions --> SampleQueue <-- groups -- RolloutWorker x engines (vLLM)
+         |  rows                                                          ^
+         '--> Trainer x ranks (FSDP2), teacher --------- weights, each step'
+
+A teacher:  python -m algos.grpo --model tiny --env reverse --output-dir runs/teacher
+One CPU:    python -m algos.distill --model tiny --env reverse --teacher runs/teacher/checkpoints/step_120
+One GPU:    python -m algos.distill --model smollm2 --env jsonl:data.jsonl --teacher PATH
+8 GPUs:     python -m algos.distill --model PATH --teacher PATH --num-engines 4 --num-trainers 4
+Many nodes: RAY_ADDRESS=auto python -m algos.distill ... (on the head of a running Ray cluster)
+
+Edit here: advantage -> teacher_advantages | loss -> policy_loss | correction -> importance_weights, mark_kept
+           sampling, filtering -> RolloutWorker.produce_group | optimizer, epochs -> Trainer.train_step
+           what is trained when, order of the refit -> main
+"""
+
+import asyncio
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from annotated_types import Ge, Gt, Le, Lt
+from tyro.conf import OmitArgPrefixes
+
+from common import checks, cluster
+from common.batching import micro_batches, segment_row, to_device
+from common.checkpoint import SaveFlags, load_checkpoint, load_weights, save_checkpoint, starting_point
+from common.cluster import DeadlineFlags, Run, RunError
+from common.debug import DebugFlags, batch_plan, dump_rollouts, read_rollouts, traced
+from common.env import EnvFlags
+from common.envs.pool import EnvPool
+from common.envs import env_name
+from common.evaluate import evaluate, score_metrics
+from common.logger import LogFlags, Logger
+from common.logprobs import LogprobHead
+from common.metrics import BusyClock, Stopwatch, advice, mismatch_metrics, rank_metrics, rollout_metrics
+from common.metrics import timing_metrics, training_metrics, update_metrics
+from common.models import load_tokenizer, resolve_dtype, resolve_model
+from common.parallel import ParallelFlags, build_model, clip_gradients, describe, join_world, make_optimizer
+from common.parallel import sync_gradients
+from common.refit import PROBE_TEXT, RefitError, WeightSender, compare_probe, connect_store, open_store
+from common.rollout import Engine, EngineFlags, rollout_group, transcript
+from common.sample import Rollout
+from common.sample_queue import SampleQueue, pack_group, unpack_group
+from common.trackers import open_trackers
+
+
+@dataclass
+class Args:
+    # experiment
+    model: str = "tiny"
+    """tiny, smollm2, a local Hugging Face folder, or a Hub id (fetched once)."""
+    teacher: str = ""
+    """What is learned from: as --model, and with its tokenizer. Must be given."""
+    env: str = "reverse"
+    """What is trained on: reverse, gym:DATASET, jsonl:FILE, or path/to/file.py:Class."""
+    eval_env: str | None = None
+    """What is evaluated on, by greedy answers to its eval split. Default: the same as --env."""
+    max_steps: Annotated[int, Ge(1)] = 120
+    """Optimizer steps times epochs times minibatches make the updates; a step trains one batch of groups."""
+    eval_every: Annotated[int, Ge(1)] = 20
+    """Steps between evaluations. Step 0 (the untrained policy) and the end are always evaluated."""
+    eval_samples: Annotated[int, Ge(0)] = 0
+    """Sampled answers to each evaluation task, for avg@k and pass@k besides the greedy mean."""
+    seed: int = 1
+    """Data order, sampling and minibatches."""
+    # rollout
+    prompts_per_step: Annotated[int, Ge(1)] = 16
+    """Prompt groups that a step trains (P)."""
+    group_size: Annotated[int, Ge(1)] = 8
+    """Rollouts of one prompt. Nothing is compared in a group: any number will do, 1 has the most prompts."""
+    temperature: Annotated[float, Gt(0), Lt(float("inf"))] = 1.0
+    """Sampling temperature; the trainer's log-probs use the same."""
+    max_new_tokens: Annotated[int, Ge(1)] = 16
+    """Longest answer of one turn in tokens."""
+    # asynchrony
+    max_staleness: Annotated[int, Ge(0)] = 2
+    """Steps that a group may start ahead of the trained policy. 0 is synchronous: no overlap, nothing
+    stale."""
+    order: Literal["arrival", "ticket"] = "arrival"
+    """Which finished groups a step trains: the oldest ones, or the next tickets in order (waits for the
+    slowest)."""
+    late: Literal["keep", "mask", "drop"] = "keep"
+    """Tokens staler than --max-staleness: keep them, mask them out of the loss, or drop their rollout."""
+    # algorithm
+    clip_low: Annotated[float, Gt(0), Le(1)] = 0.2
+    """Lower clip of pi/old (eps_low): the ratio has no gradient below 1 - eps_low where A < 0."""
+    clip_high: Annotated[float, Gt(0)] = 0.28
+    """Upper clip of pi/old (eps_high, DAPO's clip-higher)."""
+    correction: Literal["tis", "icepop", "clip", "seq-mask", "kl-gate", "none"] = "tis"
+    """Weight of a token for old/mu: truncated, dropped outside, or clamped to [1/cap, cap]; old/mu itself in
+    rollouts whose geometric mean of old/mu is in [1/cap, cap] (seq-mask), or whose mean KL is at most the cap
+    (kl-gate), and 0 in others; or none."""
+    correction_cap: float | None = None
+    """The cap of --correction. Default: 2 for tis, icepop and clip, 1.05 for seq-mask, 5e-3 nats a token for
+    kl-gate."""
+    epochs: Annotated[int, Ge(1)] = 1
+    """Passes over a step's batch."""
+    minibatches: Annotated[int, Ge(1)] = 1
+    """Optimizer steps per pass; a rollout is never split over two."""
+    # optimizer (AdamW)
+    lr: Annotated[float | None, Ge(0)] = None
+    """Peak learning rate. Default: 1e-3 for tiny, 1e-6 for every other model."""
+    lr_warmup_steps: Annotated[int, Ge(0)] = 5
+    """Steps of linear warm-up from 0."""
+    lr_end_ratio: Annotated[float, Ge(0)] = 0.0
+    """Learning rate at the end over the peak; the decay is linear. 1 keeps it constant."""
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0
+    """Gradients are scaled down to this global L2 norm."""
+    # what every algorithm shares
+    data: Annotated[EnvFlags, OmitArgPrefixes] = field(default_factory=EnvFlags)
+    engine: Annotated[EngineFlags, OmitArgPrefixes] = field(default_factory=EngineFlags)
+    parallel: Annotated[ParallelFlags, OmitArgPrefixes] = field(default_factory=ParallelFlags)
+    deadline: Annotated[DeadlineFlags, OmitArgPrefixes] = field(default_factory=DeadlineFlags)
+    save: Annotated[SaveFlags, OmitArgPrefixes] = field(default_factory=SaveFlags)
+    log: Annotated[LogFlags, OmitArgPrefixes] = field(default_factory=LogFlags)
+    debug: Annotated[DebugFlags, OmitArgPrefixes] = field(default_factory=DebugFlags)
+
+
+# --- Advantages
+
+
+def teacher_advantages(old_BS, teacher_BS, mask_BS) -> torch.Tensor:
+    """log(teacher / old) of the sampled tokens, 0 elsewhere: minus the k1 estimate of KL(old, teacher)."""
+    return torch.where(mask_BS, teacher_BS - old_BS, 0.0).detach()
+
+
+# --- Loss
+
+
+# [shared:bernoulli_kl]
+def bernoulli_kl(mu_logprobs_BS, logprobs_BS) -> torch.Tensor:
+    """KL(mu, pi) of whether the sampled token is drawn: p ln(p/q) + (1-p) ln((1-p)/(1-q)), p of mu, q of pi.
+
+    In fp32. 1 - p is taken from the log-prob by expm1: 1 - exp(-1e-9) would be 0.
+    """
+    log_p, log_q = (x.float().clamp(np.log(1e-6), np.log1p(-1e-6)) for x in (mu_logprobs_BS, logprobs_BS))
+    other_p, other_q = -log_p.expm1(), -log_q.expm1()
+    # rounding alone is below 0
+    return (log_p.exp() * (log_p - log_q) + other_p * (other_p.log() - other_q.log())).clamp(min=0)
+
+
+# [/shared:bernoulli_kl]
+
+
+# [shared:importance_weights]
+GATES = ("seq-mask", "kl-gate")  # corrections that keep or reject a whole rollout
+
+
+def mark_kept(batches: list[dict], num_rollouts: int, correction: str, cap: float) -> None:
+    """Gives each micro-batch `kept`, [B]: whether the gate keeps the rollout (of R in the step) of a row.
+
+    A score's mean over all action tokens of a rollout decides, and its rows may lie on several ranks: a
+    collective. seq-mask: log(old / mu), kept in [-log cap, log cap]. kl-gate: the KL, kept up to cap. A NaN
+    is kept: with it no rank takes the step, which is counted; it would be rejected here in silence.
+    """
+    sums_2R = torch.zeros(2, num_rollouts, dtype=torch.float64, device=batches[0]["logprobs"].device)
+    for batch in batches:
+        mask_BS, mu_BS, old_BS = batch["mask"], batch["logprobs"][:, 1:], batch["old_logprobs"]
+        score_BS = bernoulli_kl(mu_BS, old_BS) if correction == "kl-gate" else old_BS - mu_BS
+        score_BS = torch.where(mask_BS, score_BS, 0.0).double()
+        sums_2R.index_add_(1, batch["rollout_index"], torch.stack([score_BS.sum(1), mask_BS.sum(1)]))
+    torch.distributed.all_reduce(sums_2R)
+    mean_R = sums_2R[0] / sums_2R[1].clamp(min=1)
+    kept_R = ~(mean_R.abs() > (cap if correction == "kl-gate" else np.log(cap)))
+    for batch in batches:
+        batch["kept"] = kept_R[batch["rollout_index"]]
+
+
+def importance_weights(log_ratio_BS: torch.Tensor, correction: str, cap: float, kept_B=None) -> torch.Tensor:
+    """Weight of each token for being sampled by mu instead of old, from log(old / mu). Carries no gradient.
+
+    tis: min(ratio, cap). icepop: the ratio, 0 outside [1/cap, cap]. clip: the ratio clamped to [1/cap, cap].
+    seq-mask, kl-gate: the ratio, 0 in rollouts that `mark_kept` rejected.
+    """
+    ratio_BS = log_ratio_BS.detach().clamp(-20, 20).exp()
+    if correction in GATES:
+        return torch.where(kept_B[:, None], ratio_BS, 0.0)
+    if correction == "tis":
+        return ratio_BS.clamp(max=cap)
+    if correction == "icepop":
+        return torch.where((ratio_BS >= 1 / cap) & (ratio_BS <= cap), ratio_BS, 0.0)
+    if correction == "clip":
+        return ratio_BS.clamp(1 / cap, cap)
+    return torch.ones_like(ratio_BS)
+
+
+# [/shared:importance_weights]
+
+
+def policy_loss(logprobs_BS, old_BS, weights_BS, advantages_BS, mask_BS, clip_low: float, clip_high: float):
+    """The summed clipped surrogate over the masked tokens (the caller divides by the step's token count).
+
+    Returns (loss, {metric: (sum, count)}). Masked positions may hold anything, also NaN. Log-ratios are
+    clamped to +-20, where exp is finite in fp32 and far outside of any clip range.
+    """
+    log_ratio_BS = torch.where(mask_BS, logprobs_BS - old_BS, 0.0).clamp(-20, 20)
+    ratio_BS, adv_BS = log_ratio_BS.exp(), torch.where(mask_BS, advantages_BS, 0.0).to(logprobs_BS.dtype)
+    clipped_BS = ratio_BS.clamp(1 - clip_low, 1 + clip_high)
+    surrogate_BS = torch.minimum(ratio_BS * adv_BS, clipped_BS * adv_BS)
+    loss = -torch.where(mask_BS, torch.where(mask_BS, weights_BS, 0.0) * surrogate_BS, 0.0).sum()
+    count = mask_BS.sum()
+    low = mask_BS & (adv_BS < 0) & (ratio_BS < 1 - clip_low)
+    high = mask_BS & (adv_BS > 0) & (ratio_BS > 1 + clip_high)
+    held = {"ratio/clip_low_frac": (low.sum(), count), "ratio/clip_high_frac": (high.sum(), count)}
+    return loss, {"loss/policy": (loss.detach(), count)} | held
+
+
+# --- Rollout
+
+MIN_VALID = 1  # valid rollouts that a group needs, else it is dropped
+
+
+# [shared:RolloutWorker]
+def epoch_order(seed: int, epoch: int, num_tasks: int, shuffle: bool) -> np.ndarray:
+    """The order in which an epoch goes through the tasks."""
+    return np.random.default_rng([seed, epoch]).permutation(num_tasks) if shuffle else np.arange(num_tasks)
+
+
+class RolloutWorker:
+    """One vLLM engine and the episodes that run on it; an asyncio Ray actor."""
+
+    async def start(self, index: int, args: Args, model_path: str, dtype: str, gpus: float, *store) -> None:
+        self.args, self.index, self.busy, self.epoch = args, index, BusyClock(), None
+        self.tokenizer = load_tokenizer(model_path)
+        self.envs = self.eval_envs = EnvPool()
+        await self.envs.start(args.env, args.data, args.engine.max_in_flight * args.group_size)
+        if args.eval_env not in (None, args.env):
+            self.eval_envs = EnvPool()
+            await self.eval_envs.start(args.eval_env, args.data, args.engine.max_in_flight)
+        self.settings = {
+            "max_new_tokens": args.max_new_tokens,
+            "timeout_s": args.deadline.rollout_timeout_s,
+            "system_prompt": args.data.system_prompt,
+            "template_args": json.loads(args.data.chat_template_args),
+        }
+        self.engine = Engine(model_path, dtype, args.seed + index, args.engine, gpus)
+        await self.engine.start([self.tokenizer.eos_token_id])
+        timeouts = (args.deadline.start_timeout_s, args.deadline.refit_timeout_s)
+        await self.engine.connect(*store, index, args.parallel.num_trainers, *timeouts)
+
+    async def produce(self, queue) -> None:
+        """Keeps `max_in_flight` groups going for as long as the queue gives tickets."""
+        await asyncio.gather(*(self.produce_groups(queue) for _ in range(self.args.engine.max_in_flight)))
+
+    async def produce_groups(self, queue) -> None:
+        ticket = await queue.next_ticket.remote()
+        while True:
+            with self.busy:
+                group, drop = await self.produce_group(ticket)
+            if drop:
+                await queue.drop.remote(ticket, *drop)
+                ticket = await queue.next_ticket.remote()
+            else:
+                ticket = await queue.put_and_next.remote(ticket, *pack_group(group))
+
+    async def produce_group(self, ticket: int) -> tuple[list[Rollout], tuple[str, str] | None]:
+        """The rollouts of one prompt, and why the group is dropped if it is (reason, detail). Ticket k is
+        prompt k of the epochs."""
+        num_tasks = self.envs.num_tasks["train"]
+        epoch, position = divmod(ticket, num_tasks)
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.order = epoch_order(self.args.seed, epoch, num_tasks, self.args.data.shuffle)
+        group = await rollout_group(
+            self.engine, self.tokenizer, self.envs, "train", int(self.order[position]),
+            ticket=ticket, group_size=self.args.group_size, temperature=self.args.temperature,
+            **self.settings,
+        )  # fmt: skip
+        invalid = [(rollout.invalid, rollout.info["error"]) for rollout in group if rollout.invalid]
+        return group, invalid[0] if len(group) - len(invalid) < MIN_VALID else None
+
+    async def evaluate(self) -> list[list[float]]:
+        tasks = range(self.index, self.eval_envs.num_tasks["eval"], self.args.engine.num_engines)
+        return await evaluate(
+            self.engine, self.tokenizer, self.eval_envs, tasks, samples=self.args.eval_samples,
+            temperature=self.args.temperature, **self.settings,
+        )  # fmt: skip
+
+    async def stats(self) -> dict:
+        """Seconds with rollouts in flight, and tokens sampled, since the start."""
+        sampled = self.engine.sampled_tokens
+        return {"at": time.monotonic(), "busy_s": self.busy.seconds(), "sampled_tokens": sampled}
+
+    async def refit(self, version: int, queue) -> dict:
+        """What is in flight freezes, gets the new weights under its feet, and goes on with recomputed KV;
+        unless --refit-mode says otherwise."""
+        start = time.monotonic()
+        await self.engine.pause()  # clears the caches too
+        report = await self.engine.receive_weights(version)  # raises before resuming if a check fails
+        await queue.set_version.remote(version)  # before any token of this version can arrive there
+        await self.engine.resume()
+        return report | {"pause_s": time.monotonic() - start}
+
+    async def probe(self, probe_ids: list[int]) -> list[float]:
+        return await self.engine.prompt_logprobs(probe_ids)
+
+
+# [/shared:RolloutWorker]
+
+
+# --- Training
+
+
+class Trainer:
+    """One rank of the trainer: model, optimizer, the optimizer step; a Ray actor per rank."""
+
+    def __init__(self, args: Args, model_path: str, rank: int, on_gpu: bool):
+        self.args, self.model_path, self.rank = args, model_path, rank
+        self.world_size, self.device = args.parallel.num_trainers, torch.device("cuda" if on_gpu else "cpu")
+
+    def setup(self, host: str, port: int, engine_dtype: str, num_workers: int) -> str:
+        """Builds everything, and meets the other ranks and the engines at the store on `host` and `port`."""
+        args = self.args
+        store = connect_store(host, port, args.deadline.start_timeout_s)
+        join_world(self.rank, self.world_size, store, self.device, args.deadline.step_timeout_s)
+        torch.manual_seed(args.seed)
+        self.model = build_model(self.model_path, self.device, engine_dtype, args.parallel)
+        self.optimizer = make_optimizer(self.model, args.weight_decay, args.parallel)
+        self.head = LogprobHead(self.model, args.parallel.fp32_head)
+        self.teacher = build_model(args.teacher, self.device, engine_dtype, args.parallel)
+        self.teacher_head = LogprobHead(self.teacher.requires_grad_(False), args.parallel.fp32_head)
+        self.sender = WeightSender(self.model, self.rank, engine_dtype, args.deadline.refit_timeout_s)
+        self.sender.join(store, self.world_size, num_workers)
+        return describe(self.model)
+
+    def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
+        ids_BT = batch["token_ids"].long()
+        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1)
+
+    def load(self, checkpoint: str | None, init_from: str | None) -> None:
+        """Goes on from a checkpoint of this run, or starts from the weights of another."""
+        if checkpoint:
+            load_checkpoint(checkpoint, {"policy": (self.model, self.optimizer)})
+        elif init_from:
+            load_weights(init_from, self.model, self.rank)
+
+    def train_step(self, share: tuple[list, int], lr: float, trace: str | None) -> dict:
+        """One step on this rank's share, which `make_minibatches` made.
+
+        Returns `rank_metrics`. `trace` is a folder for a profile.
+        """
+        args, (minibatches, num_rollouts), sums, peaks = self.args, share, [], []
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.look_ahead([batch for batches, _ in minibatches for batch in batches], num_rollouts)
+        with traced(trace and f"{trace}/rank{self.rank}.json"):
+            for batches, num_tokens in minibatches * args.epochs:
+                self.optimizer.zero_grad()
+                for batch in batches:
+                    sync_gradients(self.model, args.parallel, last=batch is batches[-1])
+                    loss, step_sums, step_peaks = self.loss(batch)
+                    # FSDP averages gradients over ranks: times the ranks, it is their sum
+                    (loss * args.parallel.data_ranks / max(num_tokens, 1)).backward()
+                    sums.append(step_sums)
+                    peaks.append(step_peaks)
+                grad_norm = clip_gradients(self.model, args.max_grad_norm, args.parallel)
+                if np.isfinite(grad_norm):  # on all ranks or on none
+                    self.optimizer.step()
+                sums.append(update_metrics(grad_norm))
+        return rank_metrics(sums, peaks)
+
+    @torch.no_grad()
+    def look_ahead(self, batches: list[dict], num_rollouts: int) -> None:
+        """Once per step, before the weights move: moves the batches to the device and gives them the
+        teacher's log-probs, and old ones and the gate's verdict, where one of them is asked for."""
+        args = self.args
+        for batch in batches:
+            batch |= to_device(batch, self.device)
+            batch["mask"] = batch["action_mask"][:, 1:].bool()
+            if args.correction in GATES or args.epochs * args.minibatches > 1:
+                batch["old_logprobs"] = self.logprobs(batch, self.model, self.head)[0]
+            batch["teacher_logprobs"] = self.logprobs(batch, self.teacher, self.teacher_head)[0]
+        if args.correction in GATES:
+            mark_kept(batches, num_rollouts, args.correction, args.correction_cap)
+
+    def loss(self, batch: dict) -> tuple[torch.Tensor, dict, dict]:
+        """The summed loss of one micro-batch, its metrics, and its peaks."""
+        args, mask_BS, clip = self.args, batch["mask"], (self.args.clip_low, self.args.clip_high)
+        logprobs_BS, entropy_BS = self.logprobs(batch, self.model, self.head)
+        old_BS = batch.get("old_logprobs", logprobs_BS.detach())
+        log_ratio_BS = torch.where(mask_BS, old_BS - batch["logprobs"][:, 1:], 0.0)
+        weights_BS = importance_weights(log_ratio_BS, args.correction, args.correction_cap, batch.get("kept"))
+        advantages_BS = teacher_advantages(old_BS, batch["teacher_logprobs"], mask_BS)
+        loss, sums = policy_loss(logprobs_BS, old_BS, weights_BS, advantages_BS, mask_BS, *clip)
+        count, masked = mask_BS.sum(), weights_BS[mask_BS]
+        sums["loss/entropy"] = (torch.where(mask_BS, entropy_BS, 0.0).detach().sum(), count)
+        sums["loss/teacher_kl"] = (-(masked * advantages_BS[mask_BS]).sum(), count)
+        sums["advantage/abs_mean"] = (advantages_BS.abs().sum(), count)
+        mismatch, peaks = mismatch_metrics(log_ratio_BS, mask_BS)
+        sums["is/dropped_frac"] = ((masked == 0).sum(), count)
+        sums["is_weight"], sums["is_weight_squared"] = (masked.sum(), count), (masked.square().sum(), count)
+        peaks["is/max_weight"] = masked.max() if count else 0.0
+        return loss, sums | mismatch, peaks
+
+    @torch.no_grad()
+    def send_weights(self, version: int, probe_ids: list[int]) -> dict:
+        """All weights to all engines, and this trainer's log-probs of the probe prompt under them."""
+        report = self.sender.send(version)
+        ids_BT = torch.tensor([probe_ids], device=self.device)
+        logprobs_BS, _ = self.head(self.model, ids_BT[:, :-1], ids_BT[:, 1:], 1.0)
+        return report | {"probe": logprobs_BS[0].tolist()}
+
+    def save(self, path: str, progress: dict) -> None:
+        parts = {"policy": (self.model, self.optimizer)}
+        save_checkpoint(path, self.rank, self.model, load_tokenizer(self.model_path), parts, progress)
+
+
+# --- The loop
+
+
+# [shared:learning_rate]
+def learning_rate(step: int, args: Args) -> float:
+    """Linear warm-up, then linear decay to `lr_end_ratio` of the peak at the last step."""
+    warm = min(1.0, (step + 1) / (args.lr_warmup_steps + 1))
+    decay = 1.0 - (1.0 - args.lr_end_ratio) * step / args.max_steps
+    return args.lr * warm * decay
+
+
+# [/shared:learning_rate]
+
+
+# [shared:mark_late]
+def mark_late(rollouts: list[Rollout], version: int, max_staleness: int, late: str) -> tuple[list[int], int]:
+    """Lag of every sampled token, and how many are past the bound; applies `late` to those.
+
+    keep: nothing. mask: out of the loss. drop: their rollout is invalid.
+    """
+    lags = []
+    for rollout in rollouts:
+        rollout_lags = rollout.lags(version)
+        lags += rollout_lags.tolist()
+        overdue = (rollout_lags > max_staleness).any()
+        if overdue and late == "drop" and not rollout.invalid:
+            rollout.invalid = "late"
+        if overdue and late == "mask":
+            for segment in rollout.segments:
+                segment.action_mask = segment.action_mask & (version - segment.versions <= max_staleness)
+    return lags, sum(lag > max_staleness for lag in lags)
+
+
+# [/shared:mark_late]
+
+
+def make_rows(rollouts: list[Rollout], args: Args) -> tuple[list[list[dict]], dict[str, float]]:
+    """The segments of each valid rollout as rows of the batch. Returns (rows by rollout, {}): advantages wait
+    for the teacher."""
+    valid = [rollout for rollout in rollouts if not rollout.invalid]
+    return [[segment_row(segment) for segment in rollout.segments] for rollout in valid], {}
+
+
+def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[tuple[tuple, int]]:
+    """Rows by rollout -> for each rank ([(micro-batches, action tokens of the minibatch over all ranks)],
+    the step's rollouts over all ranks). A row gets its rollout's number."""
+    shuffled, minibatches = np.random.default_rng([args.seed, step]).permutation(len(rows)), []
+    for part in np.array_split(shuffled, min(args.minibatches, len(rows))):
+        members = [row | {"rollout_index": index} for index in part for row in rows[index]]
+        num_tokens = sum(int(row["action_mask"].sum()) for row in members)
+        minibatches.append([(share, num_tokens) for share in micro_batches(members, args.parallel)])
+    return [(share, len(rows)) for share in zip(*minibatches)]
+
+
+# [shared:refit]
+def refit(run: Run, version: int, timeout_s: float) -> dict:
+    """The trainer's weights to every engine as `version`; what is in flight goes on under them.
+
+    Raises RunError or RefitError if a check fails. The probe of a refit runs beside the step that follows,
+    and is compared before the next refit.
+    """
+    check_probe(run)
+    sent = run.ask(run.trainers, "send_weights", version, run.probe_ids)
+    received = run.ask(run.workers, "refit", version, run.queue)
+    reports = run.get(received + sent, f"refit to version {version}", timeout_s)
+    engines, sender = reports[: len(run.workers)], reports[len(run.workers)]
+    run.last_refit = engines[0] | sender | {"pause_s": max(report["pause_s"] for report in engines)}
+    run.probes = run.ask(run.workers, "probe", run.probe_ids)
+    return run.last_refit
+
+
+def check_probe(run: Run) -> None:
+    """Log-probs of a fixed prompt: every engine's equal the trainer's since the last refit. Raises
+    RefitError."""
+    for index, logprobs in enumerate(run.get(run.probes, "the probe")):
+        where = f"engine {index}, version {run.last_refit['version']}"
+        compare_probe(logprobs, run.last_refit["probe"], run.last_refit["dtype"], where)
+
+
+# [/shared:refit]
+
+
+# [shared:start_run]
+def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | None, progress: dict) -> Run:
+    """Ray, queue, engines and trainers, up to the first refit, after which rollouts start. `checkpoint` and
+    `progress` are those of the run that goes on, if one does."""
+    engine, deadline, num_trainers = args.engine, args.deadline, args.parallel.num_trainers
+    num_workers = engine.num_engines * engine.engine_tp
+    model_path = resolve_model(args.model)
+    log.phase("ray: starting")
+    cluster.start(num_workers + num_trainers, args.log.output_dir)
+    run = Run(deadline.step_timeout_s)
+    run.store = open_store(cluster.host(), deadline.start_timeout_s)  # where all processes meet
+    store = (run.store.host, run.store.port)
+    gpus, engine_gpus, trainer_gpus = cluster.split_gpus(engine.num_engines, engine.engine_tp, num_trainers)
+    dtype = resolve_dtype(model_path, engine.rollout_dtype, gpus > 0)
+    plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
+    (run.queue,) = run.spawn("queue", SampleQueue, [plan], [{"max_concurrency": 10_000}])
+    log.phase(f"{num_workers} x vLLM ({dtype}), {num_trainers} x FSDP2, {gpus:.3g} GPUs for each")
+    engines = list(range(engine.num_engines))
+    run.workers = run.spawn("engine", worker_class, [()] * len(engines), engine_gpus)
+    ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
+    run.trainers = run.spawn("trainer", trainer_class, ranks, trainer_gpus)
+    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus, *store)
+    started = run.ask(run.trainers, "setup", *store, dtype, num_workers) + started
+    log.phase(f"trainer: {run.get(started, 'start-up', deadline.start_timeout_s)[0]}")
+    run.probe_ids = load_tokenizer(model_path).encode(PROBE_TEXT)
+    sent = refit(run, progress["step"], deadline.refit_timeout_s)  # the gate: what is there must not change
+    if checkpoint or args.save.init_from:
+        loading = run.ask(run.trainers, "load", checkpoint, args.save.init_from)
+        run.get(loading, "loading the checkpoint", deadline.start_timeout_s)
+        refit(run, progress["step"], deadline.refit_timeout_s)
+        log.phase(f"weights of {checkpoint or args.save.init_from}, policy version {progress['step']}")
+    check_probe(run)
+    log.phase(f"refit gate passed: {sent['bytes'] / 1e6:.3g} MB by {sent['mode']}")
+    if args.debug.eval_only:
+        return run
+    run.tasks = {ref: f"engine {i}" for i, ref in enumerate(run.ask(run.workers, "produce", run.queue))}
+    return run
+
+
+# [/shared:start_run]
+
+
+def check_flags(args: Args) -> int:
+    """Refuses what cannot work, before anything starts, and fills in --correction-cap and the teacher's
+    folder. Returns the number of training tasks."""
+    checks.check_ranges(args)
+    args.correction_cap = checks.correction_cap(args.correction, args.correction_cap)
+    checks.check_minibatches(args.prompts_per_step, args.minibatches)
+    checks.check_shared(args.model, args.engine, args.parallel, args.data, args.save, args.debug, args.log)
+    args.teacher = checks.teacher_path(args.teacher, args.model, args.parallel)
+    rollouts = args.prompts_per_step * args.group_size // args.minibatches
+    checks.check_ranks(args.parallel.num_trainers, args.parallel.trainer_tp, rollouts)
+    environments = (args.model, args.env, args.eval_env, args.data)
+    return checks.check_tasks(*environments, args.engine, args.max_new_tokens)
+
+
+# [shared:main]
+def replay(args: Args, log: Logger) -> None:
+    """Trains from recorded rollouts in this very process: no Ray, no engine, and breakpoints work."""
+    trainer = Trainer(args, resolve_model(args.model), 0, torch.cuda.is_available())
+    store = open_store(cluster.LOOPBACK, args.deadline.start_timeout_s)
+    log.phase(trainer.setup(store.host, store.port, "float32", num_workers=0))
+    trainer.load(None, args.save.init_from)
+    for step in range(args.max_steps):
+        clock, rollouts = Stopwatch(), read_rollouts(args.debug.replay_rollouts, step)
+        lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
+        rows, advantages = make_rows(rollouts, args)
+        row = {"step": step, "lr": learning_rate(step, args)}
+        if rows:
+            (share,) = make_minibatches(rows, args, step)
+            row |= training_metrics([trainer.train_step(share, row["lr"], None)])
+        clock.lap("time/step")
+        log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
+    path = f"{args.log.output_dir}/checkpoints/step_{args.max_steps}"
+    trainer.save(path, {"step": args.max_steps, "queue": None})
+    log.summary({"checkpoint": path})
+
+
+def main(args: Args) -> None:
+    num_tasks = check_flags(args)
+    args.lr = args.lr if args.lr is not None else (1e-3 if args.model == "tiny" else 1e-6)
+    if args.data.data_epochs:
+        args.max_steps = min(args.max_steps, -(-args.data.data_epochs * num_tasks // args.prompts_per_step))
+    checks.check_replay(args.debug.replay_rollouts, args.max_steps)
+    sizes = (args.prompts_per_step, args.group_size, args.minibatches, args.epochs, args.max_steps)
+    plan = f"{batch_plan(*sizes, num_tasks)}\nlr: {args.lr:g}"
+    if args.debug.dry_run:
+        return print(plan)
+    checkpoint, progress = starting_point(args.save.resume, args.log.output_dir, args.max_steps)
+    env, empty_steps, config = env_name(args.eval_env or args.env), 0, asdict(args)
+    headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
+    trackers = open_trackers(args.log, config, progress["step"])
+    log = Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers)
+    with log, cluster.session():
+        log.console.print(plan)
+        if args.debug.replay_rollouts:
+            return replay(args, log)
+        run = start_run(args, log, RolloutWorker, Trainer, checkpoint, progress)
+        if args.debug.eval_only:
+            scores = run.get(run.ask(run.workers, "evaluate"), "evaluation")
+            return log.summary(score_metrics(f"eval/{env}", scores))
+        tokenizer = load_tokenizer(resolve_model(args.model))
+
+        for step in range(progress["step"], args.max_steps):
+            clock, last = Stopwatch(), step + 1 == args.max_steps
+            row = {"step": step, "lr": learning_rate(step, args)}
+            scoring = run.ask(run.workers, "evaluate") if step % args.eval_every == 0 else []
+            ticks = [run.ask(run.workers, "stats")]
+
+            # what this step trains
+            batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
+            clock.lap("time/trainer_wait")
+            dump_rollouts(args.debug.dump_rollouts, step, rollouts)
+            lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
+            rows, advantages = make_rows(rollouts, args)
+            shown = rollouts[:: args.group_size][: args.log.samples_per_step]  # one of each group
+            samples = [transcript(r, tokenizer, advantages.get(r.rollout_id)) for r in shown]
+            if step == progress["step"]:
+                log.preview(samples)
+
+            # the optimizer step, or epochs x minibatches of them
+            ticks += [run.ask(run.workers, "stats")]
+            clock.lap("time/prepare")
+            if rows:
+                shares = make_minibatches(rows, args, step)
+                profiled = 1 <= step - progress["step"] <= args.debug.profile_steps
+                trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
+                training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
+                row |= training_metrics(run.get(training, f"training step {step}"))
+            empty_steps = 0 if rows and row.get("skipped_frac", 0) < 1 else empty_steps + 1
+            if empty_steps == 3:
+                raise RunError("three steps in a row: no valid rollout, or no finite gradient")
+            clock.lap("time/train")
+            ticks += [run.ask(run.workers, "stats")]
+
+            # a score belongs to one policy: the refit waits for it
+            if scoring:
+                row |= score_metrics(f"eval/{env}", run.get(scoring, "evaluation"))
+            clock.lap("time/eval")
+            sent = refit(run, step + 1, args.deadline.refit_timeout_s)
+            if not sent["changed"] and row["lr"] * row.get("grad_norm", 0) > 0:
+                raise RefitError(f"step {step} moved the weights, and its refit sent the same as the last")
+            clock.lap("time/refit")
+
+            # how it went
+            if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
+                path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
+                progress_now = {"step": step + 1, "queue": run.get(run.queue.progress.remote(), "the queue")}
+                run.get(run.ask(run.trainers, "save", path, progress_now), "saving")
+            clock.lap("time/save")
+            ticks += [run.ask(run.workers, "stats")]
+            if last:
+                check_probe(run)
+                scores = run.get(run.ask(run.workers, "evaluate"), "evaluation")
+                row |= score_metrics(f"eval_end/{env}", scores)
+            row |= rollout_metrics(rollouts, lags, num_late, drops, advantages)
+            row |= timing_metrics(clock.times, [run.get(refs) for refs in ticks], rollouts, sent)
+            log.log_step(row)
+            log.log_samples(step, samples)
+            for kind, text in advice(row, rollouts, drops, args.group_size, args.max_new_tokens).items():
+                log.warn(text, kind)
+        log.summary({"checkpoint": path})
+
+
+# [/shared:main]
+
+
+if __name__ == "__main__":
+    checks.run(main, checks.parse(Args))
