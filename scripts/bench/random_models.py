@@ -1,6 +1,6 @@
 """Checkpoints of random weights in known shapes, for benchmarks: no hub, no download.
 
-    python scripts/bench/random_models.py 0.6b FOLDER       bf16, with SmolLM2's tokenizer
+python scripts/bench/random_models.py 0.6b FOLDER       bf16, with SmolLM2's tokenizer
 """
 
 import sys
