@@ -5,6 +5,7 @@ package.
 cached in `.cache/instar` under the repository root, or in the folder that the variable INSTAR_CACHE names.
 """
 
+import functools
 import hashlib
 import inspect
 import os
@@ -40,12 +41,12 @@ def resolve_model(name: str) -> str:
     Here, in the driver: the other processes of a run never turn to the network. Raises ValueError with what
     is wrong and what would be right.
     """
-    if name == "tiny":
+    if name in ("tiny", "tiny-moe"):
         from algos.sft import encode_conversation, sft_loss
         from common.envs import reverse
 
         sources = [sys.modules[__name__], reverse, encode_conversation, sft_loss]
-        return cached("tiny", sources, build_warm_tiny)
+        return cached(name, sources, functools.partial(build_warm_tiny, moe=name == "tiny-moe"))
     if name == "smollm2":
         return cached("smollm2", [build_smollm2], build_smollm2)
     if name and Path(name).is_dir():  # an empty name would be the current directory
@@ -135,9 +136,9 @@ def char_tokenizer():
 
 
 def make_tiny(
-    directory, *, tied: bool = True, moe: bool = False, seed: int = 0, dtype: str = "float32"
+    directory, *, tied: bool = True, moe: bool | str = False, seed: int = 0, dtype: str = "float32"
 ) -> str:
-    """Write a random 2-layer Qwen3 (89k parameters) or Qwen3-MoE (4 experts, 2 a token) and its tokenizer.
+    """Write a random 2-layer Qwen3 (89k parameters) or mixture of experts (`random_tiny`) and its tokenizer.
 
     `tied`: the output head shares the embedding's weight. Returns the directory as a string.
     """
@@ -148,10 +149,21 @@ def make_tiny(
     return save(model.to(getattr(torch, dtype)), tokenizer, directory)
 
 
-def random_tiny(tokenizer, *, tied: bool, moe: bool, seed: int):
-    """The model of `make_tiny` in float32. The caller's random state stays as it was."""
+def random_tiny(tokenizer, *, tied: bool, moe: bool | str, seed: int):
+    """The model of `make_tiny` in float32. The caller's random state stays as it was.
+
+    `moe`: True for a Qwen3-MoE of 4 experts, "wide" for one of 16, 2 a token of either; or one with the router of
+    DeepSeek-V3 (sigmoid scores, 2 of 4 groups, a bias that only chooses, shared experts, first layer dense):
+    "glm4" with ordinary attention, "deepseek" with its own (MLA, in the sizes that vLLM has on a CPU).
+    """
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+    from transformers import (
+        AutoModelForCausalLM,
+        DeepseekV3Config,
+        Glm4MoeConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     sizes = dict(
         vocab_size=len(tokenizer),
@@ -166,15 +178,27 @@ def random_tiny(tokenizer, *, tied: bool, moe: bool, seed: int):
         initializer_range=0.05,  # at the usual 0.02, so small a model needs twice the steps to get going
         eos_token_id=tokenizer.eos_token_id,
     )
-    if moe:
-        config = Qwen3MoeConfig(
-            **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+    experts = dict(num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+    grouped = dict(n_routed_experts=8, n_group=4, topk_group=2, n_shared_experts=1, first_k_dense_replace=1)
+    if moe == "glm4":
+        config = Glm4MoeConfig(**sizes, **experts, **grouped, use_qk_norm=True)
+    elif moe == "deepseek":
+        latent = dict(
+            kv_lora_rank=512, q_lora_rank=32, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64
         )
+        del sizes["head_dim"]
+        config = DeepseekV3Config(**sizes, **experts, **grouped, **latent)
+    elif moe:
+        config = Qwen3MoeConfig(**sizes, **experts, num_experts=16 if moe == "wide" else 4)
     else:
         config = Qwen3Config(**sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # zero in a new model, where nothing would test it
+                bias.normal_(std=0.1)
+    return model
 
 
 def save(model, tokenizer, directory) -> str:
@@ -192,8 +216,8 @@ def save(model, tokenizer, directory) -> str:
     return str(directory)
 
 
-def build_warm_tiny(directory: Path) -> None:
-    """`tiny`: the random model after a little SFT on Reverse, about WARM_SCORE right when greedy, so that RL
+def build_warm_tiny(directory: Path, moe: bool = False) -> None:
+    """`tiny`, or `tiny-moe` with 16 experts: the random model after a little SFT on Reverse, about WARM_SCORE right when greedy, so that RL
     has a start.
 
     Every batch is of new tasks, so the share it gets right before its own step is the score on unseen ones.
@@ -206,7 +230,7 @@ def build_warm_tiny(directory: Path) -> None:
     from common.envs.reverse import Reverse
 
     tokenizer = char_tokenizer()
-    model = random_tiny(tokenizer, tied=True, moe=False, seed=WARM_SEED)
+    model = random_tiny(tokenizer, tied=True, moe="wide" if moe else False, seed=WARM_SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LR, weight_decay=0.0)
     tasks = Reverse().tasks("train")
     threads = torch.get_num_threads()
