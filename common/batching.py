@@ -12,7 +12,7 @@ from common.sample import Segment
 def segment_row(segment: Segment) -> dict:
     """A segment as a row, and whether a refit came between its tokens. What an algorithm adds to it, a number
     or an array [T], is split along with it."""
-    routes = ["routed_experts"] if segment.routed_experts is not None else []
+    routes = [] if segment.routed_experts is None else ["routed_experts"]
     crossed = len(np.unique(segment.versions[segment.action_mask])) > 1
     names = ["token_ids", "action_mask", "logprobs", *routes]
     return {name: getattr(segment, name) for name in names} | {"crossed": crossed}

@@ -28,6 +28,7 @@ WEIGHT_STEP = 0x3C6EF372FE94F82A  # of the hash; even, so that every weight is o
 # Stacked experts, by the end of their name, and what each one of them holds.
 STACKED = dict.fromkeys(("gate_up_proj", "gate_and_up_projs"), ("gate_proj", "up_proj"))
 STACKED |= dict.fromkeys(("down_proj", "down_projs"), ("down_proj",))
+CHOICE_BIAS = "e_score_correction_bias"  # fp32 in every engine: rounded, it would choose other experts
 
 
 class RefitError(RuntimeError):
@@ -68,6 +69,12 @@ def gather(parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return parameter.detach()
     return parameter.to_local() if parameter.device_mesh.size() == 1 else parameter.full_tensor()
+
+
+def weights_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters by name, and the biases that only choose experts, which are buffers."""
+    biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith(CHOICE_BIAS)]
+    return [*model.named_parameters(), *biases]
 
 
 def clean(name: str) -> str:
@@ -411,8 +418,9 @@ class WeightSender:
         """
         first = not self.last
         if first and self.wire.member:
-            named = self.model.named_parameters()
-            shapes = [(name, torch.empty(p.shape, dtype=self.dtype, device="meta")) for name, p in named]
+            named = weights_of(self.model)
+            dtypes = [tensor.dtype if CHOICE_BIAS in name else self.dtype for name, tensor in named]
+            shapes = [(n, torch.empty(t.shape, dtype=d, device="meta")) for (n, t), d in zip(named, dtypes)]
             bucket_bytes = BUCKET_BYTES[self.wire.transport]
             self.entries, self.sizes = lay_out(checkpoint_tensors(shapes), bucket_bytes)
             self.wire.allocate(self.sizes)
@@ -431,7 +439,7 @@ class WeightSender:
 
     def _send_buckets(self) -> list[int]:
         """One pass over all weights. Returns the checksums of the buckets."""
-        gathered, hashes = checkpoint_tensors(self.model.named_parameters()), []
+        gathered, hashes = checkpoint_tensors(weights_of(self.model)), []
 
         def pack(index: int, bucket: torch.Tensor) -> None:
             if index not in self.slots:

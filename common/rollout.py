@@ -110,11 +110,9 @@ class Engine:
         await self.generate([stop_token_ids[0]] * 4, n=2, temperature=1.0, max_tokens=4)
         self.sampled_tokens = 0
 
-    async def generate(
-        self, prompt_ids, n: int, temperature: float, max_tokens: int, routes_from: int = 0
-    ) -> list[Completion]:
-        """`n` completions of one prompt, with routes from that token on. Every sampling field is sent: vLLM
-        would fill what is missing by itself."""
+    async def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, known: int = 0) -> list:
+        """`n` completions of one prompt, without the routes of its first `known` tokens. Every sampling field
+        is sent: vLLM would fill what is missing by itself."""
         completions: list[Completion] = []
         while len(completions) < n:  # once, unless a refit aborts some
             sampling = self.make_sampling(
@@ -122,7 +120,7 @@ class Engine:
                 stop_token_ids=self.stop_token_ids, top_p=1.0, top_k=0, min_p=0.0,
                 repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
                 logprobs=self.flags.record_top_k, flat_logprobs=True, detokenize=False,
-                output_kind=self.final_only, routed_experts_prompt_start=routes_from,
+                output_kind=self.final_only, routed_experts_prompt_start=known,
             )  # fmt: skip
             final = await self._ask(prompt_ids, sampling)
             whole = [output for output in final.outputs if output.finish_reason != "abort"]
@@ -217,10 +215,9 @@ async def play(
             else:
                 rollout.fail("no_room", f"a prompt of {len(ids)} tokens; raise --max-model-len")
             break
-        known = max(len(segment.token_ids) - 1, 0) if segment else 0  # tokens whose routes are on record
-        completion = first if turn == 0 and first else None
-        if completion is None:
-            (completion,) = await engine.generate(ids, 1, temperature, room, known)
+        known = max(len(ids) - len(context) - 1, 0)  # tokens that the engine has read before
+        sampled = [first] if turn == 0 and first else await engine.generate(ids, 1, temperature, room, known)
+        completion = sampled[0]
         try:
             segment = extend_segment(
                 segment, context, completion.token_ids, completion.logprobs, completion.versions,
