@@ -62,7 +62,7 @@ def resolve_model(name: str) -> str:
                 "give the folder of a downloaded model"
             ) from error
     raise ValueError(
-        f"--model {name}: use tiny, smollm2, a directory that exists, or a Hub id like Qwen/Qwen3-0.6B"
+        f"--model {name}: use tiny, tiny-moe, smollm2, a directory that exists, or a Hub id like Qwen/Qwen3-0.6B"
     )
 
 
@@ -152,9 +152,9 @@ def make_tiny(
 def random_tiny(tokenizer, *, tied: bool, moe: bool | str, seed: int):
     """The model of `make_tiny` in float32. The caller's random state stays as it was.
 
-    `moe`: True for a Qwen3-MoE of 4 experts, "wide" for one of 16, 2 a token of either; or one with the router of
-    DeepSeek-V3 (sigmoid scores, 2 of 4 groups, a bias that only chooses, shared experts, first layer dense):
-    "glm4" with ordinary attention, "deepseek" with its own (MLA, in the sizes that vLLM has on a CPU).
+    `moe`: True for a Qwen3-MoE of 4 experts, "wide" for one of 16, a token to 2 of either; or the router of
+    DeepSeek-V3 (sigmoid scores, 2 of 4 groups, a bias that only chooses, shared experts, first layer dense),
+    as "glm4" with ordinary attention, as "deepseek" with its own (MLA, in the sizes that vLLM has on a CPU).
     """
     import torch
     from transformers import (
@@ -183,9 +183,9 @@ def random_tiny(tokenizer, *, tied: bool, moe: bool | str, seed: int):
     if moe == "glm4":
         config = Glm4MoeConfig(**sizes, **experts, **grouped, use_qk_norm=True)
     elif moe == "deepseek":
-        latent = dict(
-            kv_lora_rank=512, q_lora_rank=32, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64
-        )
+        latent = dict(kv_lora_rank=512, q_lora_rank=32)
+        latent |= dict(qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64)
+        latent |= dict(topk_method="noaux_tc", scoring_func="sigmoid")  # as its checkpoints say, for vLLM
         del sizes["head_dim"]
         config = DeepseekV3Config(**sizes, **experts, **grouped, **latent)
     elif moe:
@@ -217,8 +217,8 @@ def save(model, tokenizer, directory) -> str:
 
 
 def build_warm_tiny(directory: Path, moe: bool = False) -> None:
-    """`tiny`, or `tiny-moe` with 16 experts: the random model after a little SFT on Reverse, about WARM_SCORE right when greedy, so that RL
-    has a start.
+    """`tiny`, or `tiny-moe` of 16 experts: the random model after a little SFT on Reverse, about WARM_SCORE
+    right when greedy, so that RL has a start.
 
     Every batch is of new tasks, so the share it gets right before its own step is the score on unseen ones.
     (A greedy answer is right exactly if each token of the true answer is the most likely one after those
