@@ -62,7 +62,8 @@ def resolve_model(name: str) -> str:
                 "give the folder of a downloaded model"
             ) from error
     raise ValueError(
-        f"--model {name}: use tiny, tiny-moe, smollm2, a directory that exists, or a Hub id like Qwen/Qwen3-0.6B"
+        f"--model {name}: use tiny, tiny-moe, smollm2, a directory that exists, or a Hub id such as "
+        "Qwen/Qwen3-0.6B"
     )
 
 
