@@ -218,8 +218,19 @@ def save(model, tokenizer, directory) -> str:
 
 
 def build_warm_tiny(directory: Path, moe: bool = False) -> None:
-    """`tiny`, or `tiny-moe` of 16 experts: the random model after a little SFT on Reverse, about WARM_SCORE
-    right when greedy, so that RL has a start.
+    """`tiny`, or `tiny-moe` of 16 experts: the random model after `warm_up`, so that RL has a start."""
+    import torch
+
+    tokenizer, threads = char_tokenizer(), torch.get_num_threads()
+    model = random_tiny(tokenizer, tied=True, moe="wide" if moe else False, seed=WARM_SEED)
+    torch.set_num_threads(1)  # so small a model is not faster with more, and may be much slower
+    warm_up(model, tokenizer, WARM_LR)
+    torch.set_num_threads(threads)
+    save(model, tokenizer, directory)
+
+
+def warm_up(model, tokenizer, lr: float) -> None:
+    """A little SFT on Reverse, until about WARM_SCORE of its greedy answers are right.
 
     Every batch is of new tasks, so the share it gets right before its own step is the score on unseen ones.
     (A greedy answer is right exactly if each token of the true answer is the most likely one after those
@@ -230,19 +241,15 @@ def build_warm_tiny(directory: Path, moe: bool = False) -> None:
     from algos.sft import encode_conversation, sft_loss
     from common.envs.reverse import Reverse
 
-    tokenizer = char_tokenizer()
-    model = random_tiny(tokenizer, tied=True, moe="wide" if moe else False, seed=WARM_SEED)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LR, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     tasks = Reverse().tasks("train")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model is not faster with more, and may be much slower
     for start in range(0, len(tasks), WARM_BATCH):
         chats = [
             [{"role": "user", "content": task["prompt"]}, {"role": "assistant", "content": task["answer"]}]
             for task in tasks[start : start + WARM_BATCH]
         ]
         rows = [encode_conversation(tokenizer, chat) for chat in chats]
-        ids_BT, mask_BT = (torch.tensor(column) for column in zip(*rows))
+        ids_BT, mask_BT = (torch.tensor(column, device=model.device) for column in zip(*rows))
         targets_BS, mask_BS = ids_BT[:, 1:], mask_BT[:, 1:]
         logits_BSV = model(ids_BT).logits[:, :-1]
         right_BS = (logits_BSV.argmax(-1) == targets_BS) | (mask_BS == 0)
@@ -254,8 +261,6 @@ def build_warm_tiny(directory: Path, moe: bool = False) -> None:
         optimizer.zero_grad()
     else:
         raise RuntimeError(f"the warm-up of tiny did not reach a score of {WARM_SCORE} in {len(tasks)} tasks")
-    torch.set_num_threads(threads)
-    save(model, tokenizer, directory)
 
 
 def build_smollm2(directory: Path) -> None:

@@ -1,5 +1,5 @@
-"""Router replay in the trainer's models, as recorded on them or made up: no engine. `tests/test_router_replay.py` has
-those of a real one.
+"""Router replay in the trainer's models, with routes recorded on them or made up. Those of a real engine
+are in `tests/test_router_replay.py`.
 
 The oracle takes a router's place: scores, chosen experts and weights from the formulas of the papers.
 """
