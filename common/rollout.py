@@ -75,8 +75,6 @@ class Engine:
 
         # decode graphs without torch.compile: half the start-up, and decoding is what a rollout does
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        if flags.router_replay == "on" and gpus:
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other one does not record experts
         share = flags.gpu_memory_utilization or 0.8 * gpus
         on_gpu = {"gpu_memory_utilization": share, "compilation_config": graphs, "moe_backend": "triton"}
         kv_cache_gb = flags.kv_cache_gb or (None if gpus else 0.25)
