@@ -218,9 +218,7 @@ def check_layout(model: str, flags, engine=None) -> None:
         raise FlagError(f"--packing on: {model} {reasons[0]}; use --packing off")
     on_gpus = torch.cuda.is_available() or bool(os.environ.get("RAY_ADDRESS"))
     if engine:
-        plugin = entry_points(group="vllm.general_plugins", name="cpu_routes") and not config.get(
-            "kv_lora_rank"
-        )
+        plugin = entry_points(group="vllm.general_plugins", name="cpu_routes")
         fits = sparse and not flags.compile and bool(on_gpus or plugin)
         if engine.router_replay == "on" and not fits:
             why = "needs a mixture of experts without --compile, and GPUs (see scripts/cpu_routes for a CPU)"

@@ -114,7 +114,7 @@ def mismatch_metrics(log_ratio_BS: torch.Tensor, mask_BS: torch.Tensor, crossed_
     return {
         "mismatch/crossed_abs_mean": (difference[crossed_B].sum(), mask_BS[crossed_B].sum()),
         "mismatch/abs_mean": (difference.sum(), count),
-        "mismatch/k3": ((held.exp() - 1 - held).sum(), count),
+        "mismatch/k3": ((held.expm1() - held).sum(), count),
         "mismatch/exact_frac": ((mask_BS & (difference == 0)).sum(), count),
     }, {"mismatch/abs_max": difference.max()}
 

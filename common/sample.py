@@ -42,9 +42,7 @@ class Segment:
         length = len(self.token_ids)
         optional = {"top_k": np.float32} if self.top_k is not None else {}
         if self.routed_experts is not None:
-            optional["routed_experts"] = (
-                np.int16 if np.max(self.routed_experts, initial=0) > 255 else np.uint8
-            )
+            optional["routed_experts"] = np.int16 if np.max(self.routed_experts) > 255 else np.uint8
         for name, dtype in (ARRAYS | optional).items():
             array = np.asarray(getattr(self, name), dtype)  # None becomes NaN
             setattr(self, name, array)
