@@ -50,21 +50,27 @@ class Args:
     """Further flags of algos/grpo.py."""
 
 
-def build_moe32(directory: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+def config32(tokenizer):
+    """The configuration of moe32."""
+    from transformers import Qwen3MoeConfig
 
-    from common import models
-
-    tokenizer = models.char_tokenizer()
-    config = Qwen3MoeConfig(
+    return Qwen3MoeConfig(
         vocab_size=len(tokenizer), hidden_size=1024, intermediate_size=2048, num_hidden_layers=8,
         num_attention_heads=16, num_key_value_heads=4, head_dim=64, max_position_embeddings=2048,
         tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id, num_experts=32,
         num_experts_per_tok=4, moe_intermediate_size=512, norm_topk_prob=True,
     )  # fmt: skip
+
+
+def build_moe32(directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from common import models
+
+    tokenizer = models.char_tokenizer()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config32(tokenizer), dtype=torch.float32)
     models.warm_up(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, lr=3e-4)
     models.save(model.cpu(), tokenizer, directory)
 
@@ -73,7 +79,7 @@ def resolve(name: str) -> str:
     from common import models
 
     if name == "moe32":
-        return models.cached(name, [build_moe32, models.warm_up], build_moe32)
+        return models.cached(name, [config32, build_moe32, models.warm_up], build_moe32)
     return models.resolve_model(name)
 
 
