@@ -63,6 +63,8 @@ class RouterReplay(TorchFunctionMode):
         not fit the model.
         """
         self.real_N1 = self.routes_NLK = None
+        if routes_BTLK is not None and not self.routers:
+            raise ValueError(f"no known router in a {self.config.model_type}: use --router-replay off")
         if not self.routers or lengths_B is None:
             return
         real_BS = torch.arange(ids_BS.shape[1]) < lengths_B[:, None]
@@ -78,9 +80,9 @@ class RouterReplay(TorchFunctionMode):
     def metrics(self) -> dict:
         """`moe/*` since the last call as (sum, count), equal on all ranks: a collective. Raises ValueError
         where the replayed experts are far from those that the trainer would choose."""
-        if not self.counts:
+        if not self.routers:
             return {}
-        counts = torch.stack([self.counts[layer] for layer in self.routers])
+        counts = torch.stack([self.counts[layer] for layer in self.routers])  # none may choose unseen
         dist.all_reduce(counts)
         self.counts, load_LE, experts = {}, counts[:, :-1], counts.shape[1] - 1
         share_LE, missed = load_LE / load_LE.sum(1, keepdim=True), float(counts[:, -1].sum() / load_LE.sum())

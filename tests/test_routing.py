@@ -217,7 +217,7 @@ def test_load_is_that_of_the_replayed_experts_over_all_real_tokens(paths):
     found = head.router.metrics()
     assert float(found["moe/load_entropy"][0]) == pytest.approx(sum(entropies) / 2 / math.log(4))
     assert float(found["moe/max_load"][0]) == pytest.approx(2.0)  # half of all, where a quarter is even
-    assert head.router.metrics() == {}, "counted anew"
+    assert head.router.counts == {}, "counted anew"
 
 
 def test_a_dense_model_has_nothing_to_replay_or_to_count(tmp_path):
@@ -225,6 +225,25 @@ def test_a_dense_model_has_nothing_to_replay_or_to_count(tmp_path):
     head = LogprobHead(model)
     run(head, model)
     assert not head.router.routers and head.router.metrics() == {}
+    with pytest.raises(ValueError, match="no known router in a qwen3: use --router-replay off"):
+        run(head, model, random_routes(4, 2))
+
+
+def test_a_router_that_chooses_in_a_way_of_its_own_is_an_error(paths):
+    model = load(paths["qwen3"])
+    head = LogprobHead(model)
+    gate = model.model.layers[1].mlp.gate
+
+    def sorts(hidden):
+        scores = linear(hidden.reshape(-1, 64), gate.weight).softmax(-1)
+        chosen = scores.argsort(-1, descending=True)[:, :2]
+        return scores, scores.gather(-1, chosen), chosen
+
+    gate.forward = sorts
+    with torch.no_grad():
+        run(head, model, random_routes(4, 2))
+    with pytest.raises(KeyError):
+        head.router.metrics()
 
 
 @pytest.mark.parametrize("freeze", [False, True])
