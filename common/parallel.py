@@ -202,9 +202,8 @@ def make_optimizer(
     if flags.optimizer == "muon":
         from nemo_automodel.components.optim.optimizer import MuonConfig
 
-        return MuonConfig(lr=0.0, weight_decay=weight_decay).build(model, device_mesh=model.mesh.device_mesh)[
-            0
-        ]
+        muon = MuonConfig(lr=0.0, weight_decay=weight_decay)
+        return muon.build(model, device_mesh=model.mesh.device_mesh)[0]
     kind = OffloadedAdamW if flags.offload_optimizer else torch.optim.AdamW
     fused = next(model.parameters()).device.type == "cuda"
     return kind(model.parameters(), lr=0.0, weight_decay=weight_decay, fused=fused)
