@@ -357,8 +357,8 @@ class Trainer:
 
     def logprobs(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
-        ids_BT = batch["token_ids"].long()
-        inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1)
+        ids_BT, routes = batch["token_ids"].long(), batch.get("routed_experts")
+        inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, routes)
         return self.head(self.model, *inputs)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
@@ -396,7 +396,7 @@ class Trainer:
             if 0 < grad_norm < np.inf:  # at 0 AdamW would move the weights by its momentum alone
                 self.optimizer.step()
             sums.append(update_metrics(grad_norm))
-        return rank_metrics(sums, peaks)
+        return rank_metrics([*sums, self.head.router.metrics()], peaks)
 
     @torch.no_grad()
     def whole_rollouts(self, batches: list[dict], num_rollouts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -434,7 +434,7 @@ class Trainer:
         row = batch["advantage"], batch["num_actions"], kept_B
         loss, loss_sums, peaks = policy_loss(logprobs_BS, mu_BS, *row, mask_BS, args.max_weight)
         log_ratio_BS = torch.where(whole_BS, logprobs_BS.detach() - mu_BS, 0.0)
-        mismatch, mismatch_peaks = mismatch_metrics(log_ratio_BS, whole_BS)
+        mismatch, mismatch_peaks = mismatch_metrics(log_ratio_BS, whole_BS, batch.get("crossed", False))
         sums["loss/entropy"] = (torch.where(whole_BS, entropy_BS, 0.0).detach().sum(), whole_BS.sum())
         return loss, merge([sums, loss_sums, mismatch]), peaks | mismatch_peaks
 

@@ -195,12 +195,12 @@ class TopLogprobHead(LogprobHead):
 
     top_ids: torch.Tensor | None = None
 
-    def __call__(self, model, input_ids_BS, targets_BS, temperature, lengths_B=None, top_ids_BSK=None):
+    def __call__(self, model, input_ids, targets, temperature, lengths_B=None, top_ids_BSK=None, routes=None):
         """(log-probs, entropies, log-probs of the first, ..., of the K-th token), all [B, S]."""
         if top_ids_BSK is not None:
-            index = pack(model, input_ids_BS, lengths_B).index  # of the tokens that the model gets
+            index = pack(model, input_ids, lengths_B).index  # of the tokens that the model gets
             self.top_ids = top_ids_BSK if index is None else top_ids_BSK.flatten(0, 1)[index][None]
-        values = super().__call__(model, input_ids_BS, targets_BS, temperature, lengths_B)
+        values = super().__call__(model, input_ids, targets, temperature, lengths_B, routes)
         self.top_ids = None
         return values
 
@@ -344,8 +344,8 @@ class Trainer:
     def logprobs(self, batch: dict, top_ids_BSK) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, the entropy there, and the log-probs of the engine's
         likeliest tokens: [B, S] and [B, S, K]; s is token s + 1."""
-        ids_BT, lengths_B = batch["token_ids"].long(), batch["lengths"] - 1  # of what goes in
-        inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, lengths_B, top_ids_BSK)
+        ids_BT, lengths, routes = batch["token_ids"].long(), batch["lengths"] - 1, batch.get("routed_experts")
+        inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, lengths, top_ids_BSK, routes)
         logprobs_BS, entropy_BS, *top = self.head(self.model, *inputs)
         return logprobs_BS, entropy_BS, torch.stack(top, -1)
 
@@ -378,7 +378,7 @@ class Trainer:
                 if np.isfinite(grad_norm):  # on all ranks or on none
                     self.optimizer.step()
                 sums.append(update_metrics(grad_norm))
-        return rank_metrics(sums, peaks)
+        return rank_metrics([*sums, self.head.router.metrics()], peaks)
 
     def loss(self, batch: dict) -> tuple[torch.Tensor, dict, dict]:
         """The summed loss of one micro-batch, its metrics, and its peaks."""
@@ -392,7 +392,7 @@ class Trainer:
         loss, sums = centered_loss(logprobs_BS, weights_BS, top_BSK, centre_BSK, batch["advantage"], mask_BS)
         count, masked = mask_BS.sum(), weights_BS[mask_BS]
         sums["loss/entropy"] = (torch.where(mask_BS, entropy_BS, 0.0).detach().sum(), count)
-        mismatch, peaks = mismatch_metrics(log_ratio_BS, mask_BS)
+        mismatch, peaks = mismatch_metrics(log_ratio_BS, mask_BS, batch.get("crossed", False))
         sums["is/dropped_frac"] = ((masked == 0).sum(), count)
         sums["is/top_k_mass"] = (mu_top_BSK.exp().sum(-1)[mask_BS].sum(), count)
         sums["is_weight"], sums["is_weight_squared"] = (masked.sum(), count), (masked.square().sum(), count)

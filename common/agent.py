@@ -214,6 +214,7 @@ class Recorder:
                 sampled.logprobs,
                 sampled.versions,
                 sampled.finish_reason,
+                routes=sampled.routes,
             )
             ends[id(turn)] = index
             self.order[index].append(number)

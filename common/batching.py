@@ -10,8 +10,12 @@ from common.sample import Segment
 
 
 def segment_row(segment: Segment) -> dict:
-    """A segment as a row. What an algorithm adds to it, a number or an array [T], is split along with it."""
-    return {name: getattr(segment, name) for name in ("token_ids", "action_mask", "logprobs")}
+    """A segment as a row, and whether a refit came between its tokens. What an algorithm adds to it, a number
+    or an array [T], is split along with it."""
+    routes = [] if segment.routed_experts is None else ["routed_experts"]
+    crossed = len(np.unique(segment.versions[segment.action_mask])) > 1
+    names = ["token_ids", "action_mask", "logprobs", *routes]
+    return {name: getattr(segment, name) for name in names} | {"crossed": crossed}
 
 
 def micro_batches(rows: list[dict], flags: ParallelFlags) -> list[list[dict]]:
@@ -29,11 +33,12 @@ def micro_batches(rows: list[dict], flags: ParallelFlags) -> list[list[dict]]:
     groups = split(rows, num_ranks, limit)
     groups.sort(key=lambda group: -sum(len(row["token_ids"]) for row in group))
     filler = {**rows[-1], "action_mask": np.zeros_like(rows[-1]["action_mask"])}
+    short = {} if flags.packing == "on" else {"lengths": np.array([1])}  # else it would load experts
     groups += [[filler]] * (-len(groups) % num_ranks)
     # dealt forth and back, so that each rank has large ones and small ones, and as large as the others have
     rounds = [groups[start : start + num_ranks] for start in range(0, len(groups), num_ranks)]
     dealt = [each if number % 2 == 0 else each[::-1] for number, each in enumerate(rounds)]
-    shares = [[collate(group) for group in rank] for rank in zip(*dealt)]
+    shares = [[collate(group) | (short if group[0] is filler else {}) for group in r] for r in zip(*dealt)]
     return [share for share in shares for _ in range(flags.trainer_tp)]
 
 

@@ -330,7 +330,7 @@ class Client:
                 if piece.finish_reason:
                     part.logprobs = SimpleNamespace(token_ids=part.ids, logprobs=part.values)
                     part.weight_versions, part.stop_reason = piece.weight_versions, piece.stop_reason
-                    part.finish_reason = piece.finish_reason
+                    part.finish_reason, part.routed_experts = piece.finish_reason, piece.routed_experts
                     if piece.finish_reason in ("stop", "length"):  # else it was not the policy that ended it
                         session.record(exchange, piece.index, part)
             yield output

@@ -23,7 +23,7 @@ from huggingface_hub import save_torch_state_dict
 from torch.distributed.checkpoint import CheckpointException, state_dict
 
 from common.checks import FlagError
-from common.refit import checkpoint_tensors, clean
+from common.refit import checkpoint_tensors, clean, weights_of
 
 
 @dataclass
@@ -62,7 +62,7 @@ def starting_point(resume: bool, output_dir: str, max_steps: int) -> tuple[str |
 def save_model(model: torch.nn.Module, tokenizer, path: Path, rank: int) -> None:
     """Weights, config and tokenizer. Every rank must call it: gathering the shards is a collective."""
     state = {}
-    for name, tensor in checkpoint_tensors(model.named_parameters()):
+    for name, tensor in checkpoint_tensors(weights_of(model)):
         if rank == 0:
             # experts are views of one tensor, and the file format wants storages of their own
             state[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -10,6 +10,7 @@ import operator
 import os
 import sys
 from dataclasses import astuple, is_dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn, get_type_hints
 
@@ -196,9 +197,9 @@ NO_PACKING = {
 AFTER_HEAD = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}  # and no change
 
 
-def check_layout(model: str, flags, flag: str = "--model") -> None:
-    """Refuses a model that changes its logits after the head, where log-probs are taken, to spread experts
-    that it does not have, and packing where it would mix rows; replaces auto."""
+def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
+    """Refuses a model that changes its logits after the head, where log-probs are taken, to spread or replay
+    experts that it does not have, and packing where it would mix rows; replaces auto."""
     from transformers import AutoConfig
 
     check_model(model, flag)
@@ -208,14 +209,22 @@ def check_layout(model: str, flags, flag: str = "--model") -> None:
         why = f"it changes its logits after the head ({changes[0]}), which the trainer would leave out"
         raise FlagError(f"{flag} {model}: {why}; use another model")
     reasons = [why for keys, why in NO_PACKING.items() if any(config.get(key) for key in keys)]
-    if flags.trainer_ep > 1 and "is a mixture of experts" not in reasons:
+    sparse = "is a mixture of experts" in reasons
+    if flags.trainer_ep > 1 and not sparse:
         raise FlagError(f"--trainer-ep {flags.trainer_ep}: {model} has no experts; use 1")
     if set(config.get("layer_types") or []) - {"full_attention", "sliding_attention"}:
         reasons.append("has layers besides attention")
     if reasons and flags.packing == "on":
         raise FlagError(f"--packing on: {model} {reasons[0]}; use --packing off")
+    on_gpus = torch.cuda.is_available() or bool(os.environ.get("RAY_ADDRESS"))
+    if engine:
+        plugin = entry_points(group="vllm.general_plugins", name="cpu_routes")
+        fits = sparse and not flags.compile and bool(on_gpus or plugin)
+        if engine.router_replay == "on" and not fits:
+            why = "needs a mixture of experts without --compile, and GPUs (see scripts/cpu_routes for a CPU)"
+            raise FlagError(f"--router-replay on: {why}; use --router-replay off")
+        engine.router_replay = engine.router_replay.replace("auto", "on" if fits else "off")
     if flags.packing == "auto":
-        on_gpus = torch.cuda.is_available() or bool(os.environ.get("RAY_ADDRESS"))
         flags.packing = "on" if on_gpus and not reasons else "off"
 
 
@@ -258,7 +267,7 @@ def check_shared(model: str, engine, parallel, data, save, debug, log) -> None:
     """Refuses what cannot work in the groups of flags that every algorithm has, and decides --packing."""
     check_json_object("--chat-template-args", data.chat_template_args)
     check_parallel(parallel)
-    check_layout(model, parallel)
+    check_layout(model, parallel, engine)
     if not os.environ.get("RAY_ADDRESS"):
         gpus = torch.cuda.device_count()
         check_gpu_split(engine.num_engines, engine.engine_tp, parallel.num_trainers, gpus)
@@ -303,7 +312,7 @@ def teacher_path(teacher: str, model: str, parallel) -> str:
     of the model's may be another token or none. It may have more logits: some models pad them."""
     from transformers import AutoConfig
 
-    check_layout(teacher, parallel, "--teacher")
+    check_layout(teacher, parallel, flag="--teacher")
     path, other = resolve_model(teacher), resolve_model(model)
     logits, needed = (AutoConfig.from_pretrained(each).get_text_config().vocab_size for each in (path, other))
     if load_tokenizer(path).get_vocab() != load_tokenizer(other).get_vocab() or logits < needed:

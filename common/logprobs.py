@@ -9,6 +9,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from common.attention import pack
 from common.parallel import reshard
+from common.routing import RouterReplay
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 5 << 28}  # of logits that are made at a time
 KEPT_CHUNKS = 2  # that the backward pass finds, and need not make again
@@ -123,7 +124,7 @@ class LogprobHead:
         self.plain_forward = self.head.forward
         self.head.forward = self.forward
         self.targets_BS: torch.Tensor | None = None
-        self.temperature = 1.0
+        self.temperature, self.router = 1.0, RouterReplay(model)
 
     def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
         if self.targets_BS is None:
@@ -145,16 +146,18 @@ class LogprobHead:
         # with a mesh, as one slice of [B, S, 2 x ranks]: the plan for the head expects a sharded last axis
         return values if mesh is None else DTensor.from_local(values, mesh, [Shard(2)], run_check=False)
 
-    def __call__(self, model, input_ids_BS, targets_BS, temperature: float, lengths_B=None):
+    def __call__(self, model, input_ids_BS, targets_BS, temperature: float, lengths_B=None, routes_BTLK=None):
         """(log-probs, entropies) of `targets_BS` given `input_ids_BS` up to the same position, both [B, S],
         fp32.
 
         Rows are padded on the right, so a causal model needs no attention mask. `lengths_B` are their lengths
         without padding, on the CPU (default: S); a model that packs computes nothing past them, and gives 0
-        there. Raises ValueError where the two shapes differ.
+        there. `routes_BTLK` are the experts to replay. Raises ValueError where shapes differ or they don't
+        fit.
         """
         if input_ids_BS.shape != targets_BS.shape[:2]:
             raise ValueError(f"input ids {tuple(input_ids_BS.shape)}, targets {tuple(targets_BS.shape)}")
+        self.router.set(input_ids_BS, lengths_B, routes_BTLK)
         packed = pack(model, input_ids_BS, lengths_B)
         self.targets_BS, self.temperature = packed.select(targets_BS), temperature
         try:

@@ -107,10 +107,12 @@ def rollout_metrics(
     }
 
 
-def mismatch_metrics(log_ratio_BS: torch.Tensor, mask_BS: torch.Tensor) -> tuple[dict, dict]:
-    """`mismatch/*` from log(trainer / engine) of the masked tokens (0 elsewhere): sums, and peaks."""
+def mismatch_metrics(log_ratio_BS: torch.Tensor, mask_BS: torch.Tensor, crossed_B) -> tuple[dict, dict]:
+    """`mismatch/*` from log(trainer / engine) of the masked tokens (0 elsewhere): sums, and peaks.
+    `crossed_B` are the rows in which a refit came between two sampled tokens."""
     difference, count, held = log_ratio_BS.abs(), mask_BS.sum(), log_ratio_BS.clamp(-20, 20)
     return {
+        "mismatch/crossed_abs_mean": (difference[crossed_B].sum(), mask_BS[crossed_B].sum()),
         "mismatch/abs_mean": (difference.sum(), count),
         "mismatch/k3": ((held.expm1() - held).sum(), count),
         "mismatch/exact_frac": ((mask_BS & (difference == 0)).sum(), count),

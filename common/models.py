@@ -5,6 +5,7 @@ package.
 cached in `.cache/instar` under the repository root, or in the folder that the variable INSTAR_CACHE names.
 """
 
+import functools
 import hashlib
 import inspect
 import os
@@ -40,12 +41,12 @@ def resolve_model(name: str) -> str:
     Here, in the driver: the other processes of a run never turn to the network. Raises ValueError with what
     is wrong and what would be right.
     """
-    if name == "tiny":
+    if name in ("tiny", "tiny-moe"):
         from algos.sft import encode_conversation, sft_loss
         from common.envs import reverse
 
         sources = [sys.modules[__name__], reverse, encode_conversation, sft_loss]
-        return cached("tiny", sources, build_warm_tiny)
+        return cached(name, sources, functools.partial(build_warm_tiny, moe=name == "tiny-moe"))
     if name == "smollm2":
         return cached("smollm2", [build_smollm2], build_smollm2)
     if name and Path(name).is_dir():  # an empty name would be the current directory
@@ -61,7 +62,8 @@ def resolve_model(name: str) -> str:
                 "give the folder of a downloaded model"
             ) from error
     raise ValueError(
-        f"--model {name}: use tiny, smollm2, a directory that exists, or a Hub id like Qwen/Qwen3-0.6B"
+        f"--model {name}: use tiny, tiny-moe, smollm2, a directory that exists, or a Hub id such as "
+        "Qwen/Qwen3-0.6B"
     )
 
 
@@ -135,9 +137,9 @@ def char_tokenizer():
 
 
 def make_tiny(
-    directory, *, tied: bool = True, moe: bool = False, seed: int = 0, dtype: str = "float32"
+    directory, *, tied: bool = True, moe: bool | str = False, seed: int = 0, dtype: str = "float32"
 ) -> str:
-    """Write a random 2-layer Qwen3 (89k parameters) or Qwen3-MoE (4 experts, 2 a token) and its tokenizer.
+    """Write a random 2-layer Qwen3 (89k parameters) or mixture of experts (`random_tiny`) and its tokenizer.
 
     `tied`: the output head shares the embedding's weight. Returns the directory as a string.
     """
@@ -148,10 +150,21 @@ def make_tiny(
     return save(model.to(getattr(torch, dtype)), tokenizer, directory)
 
 
-def random_tiny(tokenizer, *, tied: bool, moe: bool, seed: int):
-    """The model of `make_tiny` in float32. The caller's random state stays as it was."""
+def random_tiny(tokenizer, *, tied: bool, moe: bool | str, seed: int):
+    """The model of `make_tiny` in float32. The caller's random state stays as it was.
+
+    `moe`: True for a Qwen3-MoE of 4 experts, "wide" for one of 16, a token to 2 of either; or the router of
+    DeepSeek-V3 (sigmoid scores, 2 of 4 groups, a bias that only chooses, shared experts, first layer dense),
+    as "glm4" with ordinary attention, as "deepseek" with its own (MLA, in the sizes that vLLM has on a CPU).
+    """
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+    from transformers import (
+        AutoModelForCausalLM,
+        DeepseekV3Config,
+        Glm4MoeConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     sizes = dict(
         vocab_size=len(tokenizer),
@@ -166,15 +179,27 @@ def random_tiny(tokenizer, *, tied: bool, moe: bool, seed: int):
         initializer_range=0.05,  # at the usual 0.02, so small a model needs twice the steps to get going
         eos_token_id=tokenizer.eos_token_id,
     )
-    if moe:
-        config = Qwen3MoeConfig(
-            **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
-        )
+    experts = dict(num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+    grouped = dict(n_routed_experts=8, n_group=4, topk_group=2, n_shared_experts=1, first_k_dense_replace=1)
+    if moe == "glm4":
+        config = Glm4MoeConfig(**sizes, **experts, **grouped, use_qk_norm=True)
+    elif moe == "deepseek":
+        latent = dict(kv_lora_rank=512, q_lora_rank=32)
+        latent |= dict(qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64)
+        latent |= dict(topk_method="noaux_tc", scoring_func="sigmoid")  # as its checkpoints say, for vLLM
+        del sizes["head_dim"]
+        config = DeepseekV3Config(**sizes, **experts, **grouped, **latent)
+    elif moe:
+        config = Qwen3MoeConfig(**sizes, **experts, num_experts=16 if moe == "wide" else 4)
     else:
         config = Qwen3Config(**sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # zero in a new model, where nothing would test it
+                bias.normal_(std=0.1)
+    return model
 
 
 def save(model, tokenizer, directory) -> str:
@@ -192,9 +217,20 @@ def save(model, tokenizer, directory) -> str:
     return str(directory)
 
 
-def build_warm_tiny(directory: Path) -> None:
-    """`tiny`: the random model after a little SFT on Reverse, about WARM_SCORE right when greedy, so that RL
-    has a start.
+def build_warm_tiny(directory: Path, moe: bool = False) -> None:
+    """`tiny`, or `tiny-moe` of 16 experts: the random model after `warm_up`, so that RL has a start."""
+    import torch
+
+    tokenizer, threads = char_tokenizer(), torch.get_num_threads()
+    model = random_tiny(tokenizer, tied=True, moe="wide" if moe else False, seed=WARM_SEED)
+    torch.set_num_threads(1)  # so small a model is not faster with more, and may be much slower
+    warm_up(model, tokenizer, WARM_LR)
+    torch.set_num_threads(threads)
+    save(model, tokenizer, directory)
+
+
+def warm_up(model, tokenizer, lr: float) -> None:
+    """A little SFT on Reverse, until about WARM_SCORE of its greedy answers are right.
 
     Every batch is of new tasks, so the share it gets right before its own step is the score on unseen ones.
     (A greedy answer is right exactly if each token of the true answer is the most likely one after those
@@ -205,19 +241,15 @@ def build_warm_tiny(directory: Path) -> None:
     from algos.sft import encode_conversation, sft_loss
     from common.envs.reverse import Reverse
 
-    tokenizer = char_tokenizer()
-    model = random_tiny(tokenizer, tied=True, moe=False, seed=WARM_SEED)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LR, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     tasks = Reverse().tasks("train")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model is not faster with more, and may be much slower
     for start in range(0, len(tasks), WARM_BATCH):
         chats = [
             [{"role": "user", "content": task["prompt"]}, {"role": "assistant", "content": task["answer"]}]
             for task in tasks[start : start + WARM_BATCH]
         ]
         rows = [encode_conversation(tokenizer, chat) for chat in chats]
-        ids_BT, mask_BT = (torch.tensor(column) for column in zip(*rows))
+        ids_BT, mask_BT = (torch.tensor(column, device=model.device) for column in zip(*rows))
         targets_BS, mask_BS = ids_BT[:, 1:], mask_BT[:, 1:]
         logits_BSV = model(ids_BT).logits[:, :-1]
         right_BS = (logits_BSV.argmax(-1) == targets_BS) | (mask_BS == 0)
@@ -229,8 +261,6 @@ def build_warm_tiny(directory: Path) -> None:
         optimizer.zero_grad()
     else:
         raise RuntimeError(f"the warm-up of tiny did not reach a score of {WARM_SCORE} in {len(tasks)} tasks")
-    torch.set_num_threads(threads)
-    save(model, tokenizer, directory)
 
 
 def build_smollm2(directory: Path) -> None:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from common.attention import use_packed_attention
 from common.checks import EXPERTS
+from common.routing import routers
 
 
 @dataclass
@@ -45,6 +46,10 @@ class ParallelFlags:
     fp32_head: bool = False
     """Computes logits in fp32 instead of the dtype of the weights: exacter, slower, and not what the engine
     does."""
+    freeze_router: bool = False
+    """Does not train the routers of a mixture of experts."""
+    fp32_router: bool = False
+    """On GPUs, computes the routers of a mixture of experts in fp32 instead of the dtype of the weights."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon needs the package dion."""
 
@@ -91,7 +96,8 @@ def build_model(
     config = AutoConfig.from_pretrained(path).to_dict()
     sparse = any(config.get(key) for key in EXPERTS)
     if on_gpu or flags.trainer_ep > 1:
-        model = load_by_automodel(path, setup, sparse, compute, on_gpu)
+        gate = torch.float32 if flags.fp32_router else None
+        model = load_by_automodel(path, setup, sparse, compute, on_gpu, gate)
     else:  # AutoModel's own loader asks for a CUDA device; its parallelizer does not
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
         model = parallelize_model(model, setup.mesh_context)
@@ -102,12 +108,16 @@ def build_model(
         fully_shard(model, mp_policy=policy)
     if flags.packing == "on":
         use_packed_attention(model)
+    if flags.freeze_router:
+        for router in routers(model).values():
+            router.requires_grad_(False)
     model.mesh = setup.mesh_context
     return model
 
 
-def load_by_automodel(path: str, setup, sparse: bool, compute: torch.dtype, on_gpu: bool) -> torch.nn.Module:
-    """Through AutoModel's own loader, which shards while it loads and has its own mixtures of experts."""
+def load_by_automodel(path: str, setup, sparse: bool, compute, on_gpu: bool, gate) -> torch.nn.Module:
+    """Through AutoModel's own loader, which shards while it loads and has its own mixtures of experts, whose
+    routers compute in the dtype `gate` (None: as all else)."""
     from nemo_automodel import NeMoAutoModelForCausalLM
     from nemo_automodel.components.models.common import BackendConfig
 
@@ -115,7 +125,7 @@ def load_by_automodel(path: str, setup, sparse: bool, compute: torch.dtype, on_g
     if sparse:  # neither TransformerEngine nor DeepEP
         plain = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch", "dispatcher": "torch"}
         experts = "torch_mm" if compute == torch.bfloat16 else "torch"  # the faster one is for bf16 alone
-        settings["backend"] = BackendConfig(**plain, experts=experts, rope_fusion=False)
+        settings["backend"] = BackendConfig(**plain, experts=experts, rope_fusion=False, gate_precision=gate)
     no_cuda = contextlib.ExitStack()
     with no_cuda:
         if not on_gpu:
@@ -192,9 +202,8 @@ def make_optimizer(
     if flags.optimizer == "muon":
         from nemo_automodel.components.optim.optimizer import MuonConfig
 
-        return MuonConfig(lr=0.0, weight_decay=weight_decay).build(model, device_mesh=model.mesh.device_mesh)[
-            0
-        ]
+        muon = MuonConfig(lr=0.0, weight_decay=weight_decay)
+        return muon.build(model, device_mesh=model.mesh.device_mesh)[0]
     kind = OffloadedAdamW if flags.offload_optimizer else torch.optim.AdamW
     fused = next(model.parameters()).device.type == "cuda"
     return kind(model.parameters(), lr=0.0, weight_decay=weight_decay, fused=fused)

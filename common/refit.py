@@ -28,6 +28,7 @@ WEIGHT_STEP = 0x3C6EF372FE94F82A  # of the hash; even, so that every weight is o
 # Stacked experts, by the end of their name, and what each one of them holds.
 STACKED = dict.fromkeys(("gate_up_proj", "gate_and_up_projs"), ("gate_proj", "up_proj"))
 STACKED |= dict.fromkeys(("down_proj", "down_projs"), ("down_proj",))
+CHOICE_BIAS = "e_score_correction_bias"  # fp32 in every engine: rounded, it would choose other experts
 
 
 class RefitError(RuntimeError):
@@ -68,6 +69,12 @@ def gather(parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return parameter.detach()
     return parameter.to_local() if parameter.device_mesh.size() == 1 else parameter.full_tensor()
+
+
+def weights_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters by name, and the biases that only choose experts, which are buffers."""
+    biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith(CHOICE_BIAS)]
+    return [*model.named_parameters(), *biases]
 
 
 def clean(name: str) -> str:
@@ -413,7 +420,8 @@ class WeightSender:
         """
         first, named = not self.last, self._named()
         if first and self.wire.member:
-            shapes = [(name, torch.empty(p.shape, dtype=self.dtype, device="meta")) for name, p in named]
+            dtypes = [tensor.dtype if CHOICE_BIAS in name else self.dtype for name, tensor in named]
+            shapes = [(n, torch.empty(t.shape, dtype=d, device="meta")) for (n, t), d in zip(named, dtypes)]
             bucket_bytes = BUCKET_BYTES[self.wire.transport]
             self.entries, self.sizes = lay_out(checkpoint_tensors(shapes), bucket_bytes)
             self.wire.allocate(self.sizes)
@@ -425,9 +433,9 @@ class WeightSender:
         return {"version": version, "bytes": sum(self.sizes), "changed": changed}
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
-        """All parameters, with those that fill a bucket (embeddings, heads) in the middle: nothing overlaps
+        """All weights, with those that fill a bucket (embeddings, heads) in the middle: nothing overlaps
         with packing the first bucket and placing the last one, so these should be small."""
-        named = dict(self.model.named_parameters())
+        named = dict(weights_of(self.model))
         if not self.order:
             most = BUCKET_BYTES[self.wire.transport] // self.dtype.itemsize
             large = [name for name, parameter in named.items() if parameter.numel() > most]

@@ -41,18 +41,23 @@ class EngineFlags:
     record_top_k: Annotated[int, Ge(0)] = 0
     """Likeliest tokens of the engine that are kept, with log-probs, at each sampled one. For
     algos/score_centering.py."""
+    router_replay: Literal["auto", "on", "off"] = "auto"
+    """For mixtures of experts: the trainer sends each token to the experts to which the engine sent it (R3).
+    Without, the two choose apart, and --correction has to make up for it. auto: on GPUs."""
 
 
 @dataclass
 class Completion:
     """What the engine sampled after a prompt: ids, log-probs (temperature applied) and versions, all [T].
-    `top_k` as in `Segment`."""
+    `top_k` as in `Segment`; `routes` are the experts [tokens, layers, K] of the tokens that it read, the last
+    one's not among them."""
 
     token_ids: list[int]
     logprobs: list[float]
     versions: np.ndarray
     finish_reason: str
     top_k: np.ndarray | None = None
+    routes: np.ndarray | None = None
 
 
 class Engine:
@@ -85,6 +90,7 @@ class Engine:
                 weight_transfer_config=WeightTransferConfig(backend="instar"),
                 worker_extension_cls="common.refit_worker.WorkerExtension",
                 disable_log_stats=True,
+                enable_return_routed_experts=flags.router_replay == "on",
                 tensor_parallel_size=flags.engine_tp,
                 distributed_executor_backend="mp" if flags.engine_tp > 1 else None,
                 kv_cache_memory_bytes=kv_cache_gb and int(kv_cache_gb * 2**30),
@@ -102,9 +108,9 @@ class Engine:
         await self.generate([stop_token_ids[0]] * 4, n=2, temperature=1.0, max_tokens=4)
         self.sampled_tokens = 0
 
-    async def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int) -> list[Completion]:
-        """`n` completions of one prompt. Every sampling field is sent: vLLM would fill what is missing by
-        itself."""
+    async def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, known: int = 0) -> list:
+        """`n` completions of one prompt, without the routes of its first `known` tokens. Every sampling field
+        is sent: vLLM would fill what is missing by itself."""
         completions: list[Completion] = []
         while len(completions) < n:  # once, unless a refit aborts some
             sampling = self.make_sampling(
@@ -112,7 +118,7 @@ class Engine:
                 stop_token_ids=self.stop_token_ids, top_p=1.0, top_k=0, min_p=0.0,
                 repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
                 logprobs=self.flags.record_top_k, flat_logprobs=True, detokenize=False,
-                output_kind=self.final_only,
+                output_kind=self.final_only, routed_experts_prompt_start=known,
             )  # fmt: skip
             final = await self._ask(prompt_ids, sampling)
             whole = [output for output in final.outputs if output.finish_reason != "abort"]
@@ -178,7 +184,7 @@ def read_completion(output, top_k: int = 0) -> Completion:
     versions = np.full(len(token_ids), -1, np.int32)
     for span in output.weight_versions or []:
         versions[span.start : span.end] = int(span.version)
-    return Completion(token_ids, logprobs, versions, output.finish_reason, top)
+    return Completion(token_ids, logprobs, versions, output.finish_reason, top, output.routed_experts)
 
 
 # --- Episodes
@@ -207,11 +213,13 @@ async def play(
             else:
                 rollout.fail("no_room", f"a prompt of {len(ids)} tokens; raise --max-model-len")
             break
-        completion = first if turn == 0 and first else (await engine.generate(ids, 1, temperature, room))[0]
+        known = max(len(ids) - len(context) - 1, 0)  # tokens that the engine has read before
+        sampled = [first] if turn == 0 and first else await engine.generate(ids, 1, temperature, room, known)
+        completion = sampled[0]
         try:
             segment = extend_segment(
                 segment, context, completion.token_ids, completion.logprobs, completion.versions,
-                completion.finish_reason, completion.top_k,
+                completion.finish_reason, completion.top_k, completion.routes,
             )  # fmt: skip
         except RecordError as error:
             rollout.fail("bad_record", f"{rollout.rollout_id}: {error}")

@@ -24,7 +24,9 @@ class Segment:
     All arrays have length T. `action_mask[t]` is True exactly where the engine sampled `token_ids[t]`; there,
     `logprobs[t]` is its log-prob under the policy that sampled it (temperature applied) and `versions[t]`
     that policy's version. Elsewhere logprobs is 0 and versions -1, and both are unused. With --record-top-k,
-    `top_k[t]` has the K likeliest tokens of that policy: ids (exact in fp32 below 2^24) and log-probs.
+    `top_k[t]` has the K likeliest tokens of that policy: ids (exact in fp32 below 2^24) and log-probs. With
+    --router-replay, `routed_experts[t]` has the experts that each layer of the engine chose for token t when
+    it first read it; the last token was not read, and has zeros.
     """
 
     token_ids: np.ndarray  # int32
@@ -34,10 +36,13 @@ class Segment:
     turn_ends: list[int]  # one past the last sampled token of each turn
     finish_reason: str  # of the last turn: "stop", "length" or "abort"
     top_k: np.ndarray | None = None  # float32 [T, K, 2]
+    routed_experts: np.ndarray | None = None  # uint8, or int16 for more than 256 experts, [T, layers, K]
 
     def __post_init__(self):
         length = len(self.token_ids)
         optional = {"top_k": np.float32} if self.top_k is not None else {}
+        if self.routed_experts is not None:
+            optional["routed_experts"] = np.int16 if np.max(self.routed_experts) > 255 else np.uint8
         for name, dtype in (ARRAYS | optional).items():
             array = np.asarray(getattr(self, name), dtype)  # None becomes NaN
             setattr(self, name, array)
@@ -116,13 +121,15 @@ class Rollout:
 
 
 def extend_segment(
-    segment: Segment | None, context_ids, sampled_ids, logprobs, versions, finish_reason, top_k=None
-) -> Segment:
+    segment: Segment | None, context_ids, sampled_ids, logprobs, versions, finish_reason, top_k=None,
+    routes: np.ndarray | None = None,
+) -> Segment:  # fmt: skip
     """One more turn: `context_ids` (unsampled), then what the engine sampled after them. Returns a new
-    Segment.
+    Segment. `routes` are the experts of the tokens that the engine read, or of those from some token on; a
+    token keeps those with which it was read first.
 
     Raises RecordError where the engine's three lists do not describe the same tokens, or a log-prob is
-    missing (None).
+    missing (None); ValueError where the routes leave a gap, which is no one rollout's fault.
     """
     gap = len(context_ids)
     turn = {
@@ -137,6 +144,12 @@ def extend_segment(
     if segment is not None:
         turn = {name: np.concatenate([getattr(segment, name), values]) for name, values in turn.items()}
         ends = segment.turn_ends
+    if routes is not None:
+        read, total = segment.routed_experts[:-1] if segment else routes[:0], len(turn["token_ids"])
+        known = len(read) - (total - 1 - len(routes))  # rows that are on record already
+        if not 0 <= known <= len(read):
+            raise ValueError(f"experts of {len(routes)} tokens, where {len(read)} to {total - 2} are new")
+        turn["routed_experts"] = np.concatenate([read, routes[known:], np.zeros_like(routes[:1])])
     return Segment(**turn, turn_ends=[*ends, len(turn["token_ids"])], finish_reason=finish_reason)
 
 

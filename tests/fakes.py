@@ -80,7 +80,7 @@ def span(version: int, start: int, end: int):
     return SimpleNamespace(version=str(version), start=start, end=end)
 
 
-def reply(ids, logprobs=None, finish="stop", spans=None, logprob_ids=None):
+def reply(ids, logprobs=None, finish="stop", spans=None, logprob_ids=None, routes=None):
     """One completion as vLLM's output object has it. `logprob_ids`: the ids that the log-probs belong to."""
     logprobs = [-0.5] * len(ids) if logprobs is None else logprobs
     logprob_ids = list(ids)[: len(logprobs)] if logprob_ids is None else logprob_ids
@@ -89,6 +89,7 @@ def reply(ids, logprobs=None, finish="stop", spans=None, logprob_ids=None):
         logprobs=SimpleNamespace(token_ids=logprob_ids, logprobs=logprobs),
         weight_versions=[span(0, 0, len(ids))] if spans is None else spans,
         finish_reason=finish,
+        routed_experts=routes,
     )
 
 

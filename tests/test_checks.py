@@ -289,6 +289,28 @@ def layout(model: str, **flags) -> str:
     return parallel.packing
 
 
+def test_router_replay_is_for_mixtures_of_experts_whose_engine_records_them(tmp_path, monkeypatch):
+    dense, sparse = make_tiny(tmp_path / "dense"), make_tiny(tmp_path / "moe", moe=True, tied=False)
+
+    def decided(model: str, asked: str, **flags) -> str:
+        engine = EngineFlags(router_replay=asked)
+        checks.check_layout(model, ParallelFlags(**flags), engine)
+        return engine.router_replay
+
+    said = "--router-replay on: needs a mixture of experts without --compile, and GPUs"
+    for plugin in (False, True):
+        if plugin:  # what makes vLLM record experts on a CPU
+            monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts" / "cpu_routes"))
+        for model, flags in ((dense, {}), (sparse, {"compile": True}), (sparse, {})):
+            assert decided(model, "off", **flags) == "off"
+            if plugin and model == sparse and not flags:
+                assert decided(model, "on") == decided(model, "auto") == "on"
+                continue
+            assert decided(model, "auto", **flags) == "off"
+            with pytest.raises(checks.FlagError, match=said):
+                decided(model, "on", **flags)
+
+
 def test_packing_is_refused_for_models_whose_rows_it_would_mix(tmp_path):
     dense, sparse = make_tiny(tmp_path / "dense"), make_tiny(tmp_path / "moe", moe=True, tied=False)
     assert layout(dense, packing="on") == "on" and layout(dense, packing="off") == "off"

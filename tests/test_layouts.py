@@ -7,11 +7,13 @@ The ranks are processes with a gloo group. The learning rate is 0 until a test s
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from algos.grpo import Args, Trainer, make_minibatches
+from common import routing
 from common.logger import mean_of, merge
 from common.models import make_tiny
 from common.parallel import OffloadedAdamW, ParallelFlags
@@ -41,6 +43,12 @@ LAYOUTS = {
 }  # fmt: skip
 OF_DENSE = [name for name in LAYOUTS if not name.startswith("ep")]
 OF_MOE = [name for name in LAYOUTS if not name.startswith("tp") and "packed" not in name]
+REPLAYED = ["one rank", "checkpointing", "two ranks", "ep", "ep, checkpointing, zero 3"]
+PLAN = {
+    "dense": OF_DENSE,
+    "moe": OF_MOE,
+    "replayed": REPLAYED,
+}  # the last one: the mixture under given routes
 TOKENS, CLIP = [10_000, 60], 0.01  # of a micro-batch: all rows at once, and a few
 SPOILED = [name for name in ("two ranks", "tp", "ep")]
 
@@ -48,18 +56,31 @@ SPOILED = [name for name in ("two ranks", "tp", "ep")]
 def rank_process(rank: int, paths: dict[str, str], out: str, on_gpu: bool, port) -> None:
     """A rank of two; rank 0 also trains alone. The queue carries the rendezvous port of each run."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": str(rank)} if on_gpu else {}
-    for model, names in (("dense", OF_DENSE), ("moe", OF_MOE)):
+    routing.MISMATCH_BOUND = 2  # these routes are drawn at random
+    for model, names in PLAN.items():
         for name in names:
             flags = ParallelFlags(**LAYOUTS[name])
             print(f"rank {rank}: {model}, {name}", flush=True)
             out_of_rank, spoil = f"{out}/{model}.{name}.{rank}", name in SPOILED
+            rows_of = routed_rows if model == "replayed" else step_rows
             if flags.num_trainers == 2:
-                train(rank, flags, port, paths[model], out_of_rank, spoil, on_gpu)
+                train(rank, flags, port, paths[model], out_of_rank, spoil, on_gpu, rows_of)
             elif rank == 0 or on_gpu:  # on both GPUs: NCCL numbers the groups that a process has had
-                train(0, flags, port, paths[model], out_of_rank, spoil, on_gpu)
+                train(0, flags, port, paths[model], out_of_rank, spoil, on_gpu, rows_of)
 
 
-def train(rank: int, flags: ParallelFlags, port, path: str, out: str, spoil: bool, on_gpu: bool) -> None:
+def routed_rows() -> list[list[dict]]:
+    """The same rows with experts for every token and layer: 2 of 4, in 2 layers."""
+    dice, rows = np.random.default_rng(7), step_rows()
+    for row in (row for rollout in rows for row in rollout):
+        scores = dice.random((len(row["token_ids"]), 2, 4))
+        row["routed_experts"] = scores.argsort(-1)[..., :2].astype(np.uint8)
+    return rows
+
+
+def train(
+    rank: int, flags: ParallelFlags, port, path: str, out: str, spoil: bool, on_gpu: bool, rows_of=step_rows
+) -> None:
     """One rank: takes the step in every size, and leaves gradients and metrics in a file."""
     args = Args(lr=0.0, temperature=0.9, parallel=flags, correction_cap=2.0, max_grad_norm=1e9)
     args.deadline.start_timeout_s = args.deadline.step_timeout_s = 60.0
@@ -78,12 +99,12 @@ def train(rank: int, flags: ParallelFlags, port, path: str, out: str, spoil: boo
         return reported, {name: tensor.to("cpu", copy=True) for name, tensor in checkpoint_tensors(named)}
 
     for tokens in TOKENS:
-        results[tokens] = step(tokens, step_rows(), 0.0)
+        results[tokens] = step(tokens, rows_of(), 0.0)
     args.max_grad_norm = CLIP
-    results["clipped"] = step(60, step_rows(), 0.0)
+    results["clipped"] = step(60, rows_of(), 0.0)
     if spoil:
         before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-        rows = step_rows()
+        rows = rows_of()
         rows[3][0]["advantage"] = math.nan  # one rollout, so on one rank, and in one of its micro-batches
         results["spoiled"] = step(60, rows, 0.1)[0]
         equal = [torch.equal(whole(a), whole(b)) for a, b in zip(before, trainer.model.parameters())]
@@ -104,9 +125,10 @@ def results(tmp_path_factory) -> dict:
 def train_all(folder, on_gpu: bool) -> dict:
     """(model, layout) -> what `train` saved, by rank."""
     paths = {"dense": make_tiny(folder / "dense"), "moe": make_tiny(folder / "moe", moe=True, tied=False)}
+    paths["replayed"] = paths["moe"]
     on_two_ranks(rank_process, paths, str(folder), on_gpu, num_ports=1)
     found = {}
-    for model, names in (("dense", OF_DENSE), ("moe", OF_MOE)):
+    for model, names in PLAN.items():
         for name in names:
             ranks = range(LAYOUTS[name].get("num_trainers", 1))
             files = [f"{folder}/{model}.{name}.{rank}" for rank in ranks]
@@ -119,7 +141,15 @@ def flat(gradients: dict, like: dict) -> torch.Tensor:
     return torch.cat([gradients[name].double().flatten() for name in like])
 
 
-CASES = [("dense", name) for name in OF_DENSE] + [("moe", name) for name in OF_MOE]
+CASES = [(model, name) for model, names in PLAN.items() for name in names]
+
+
+def test_replayed_experts_give_another_gradient_and_the_router_is_in_it(results):
+    plain, replayed = (results[model, "one rank"][0][10_000][1] for model in ("moe", "replayed"))
+    reference = flat(plain, plain)
+    assert (flat(replayed, plain) - reference).norm() > 0.1 * reference.norm()
+    gates = [name for name in replayed if name.endswith("gate.weight")]
+    assert len(gates) == 2 and all(replayed[name].norm() > 1e-3 * reference.norm() for name in gates)
 
 
 @pytest.mark.parametrize("model, name", CASES)

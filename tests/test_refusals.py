@@ -195,9 +195,9 @@ REFUSED = [
     ),
     ("grpo", "--eval-env envs.py:TooLong", "--max-new-tokens 16 + 608 ", "raise --max-model-len to 624"),
     # the model
-    ("grpo", "--model tini", "--model tini: ", "use tiny, smollm2, a directory that exists, or a Hub id"),
-    ("sft", "--model tini", "--model tini: ", "use tiny, smollm2, a directory that exists, or a Hub id"),
-    ("grpo", "--model=", "--model : ", "use tiny, smollm2, a directory that exists, or a Hub id"),
+    ("grpo", "--model tini", "--model tini: ", "use tiny, tiny-moe, smollm2, a directory that exists, or a Hub id"),
+    ("sft", "--model tini", "--model tini: ", "use tiny, tiny-moe, smollm2, a directory that exists, or a Hub id"),
+    ("grpo", "--model=", "--model : ", "use tiny, tiny-moe, smollm2, a directory that exists, or a Hub id"),
     ("grpo", "--model ./models/mine", "--model ./models/mine: ", "a directory that exists"),
     ("grpo", "--model nobody/nothing-1b", "--model nobody/nothing-1b: ", "give the folder of a downloaded model"),
     ("sft", "--model nobody/nothing-1b", "--model nobody/nothing-1b: ", "give the folder of a downloaded model"),

@@ -86,6 +86,20 @@ def test_sampled_ids_survive_although_their_text_tokenises_differently():
     assert rollout.rewards == [0.25, 1.0] and rollout.reward == 1.25 and rollout.invalid is None
 
 
+def test_routes_are_asked_for_from_the_first_token_on_that_was_not_read_yet():
+    def numbered(start: int, stop: int) -> np.ndarray:
+        return np.arange(start, stop, dtype=np.uint8)[:, None, None] + np.zeros((1, 2, 1), np.uint8)
+
+    engine = ScriptedEngine([
+        reply([5, 6, 10], routes=numbered(0, 6)),  # of a prompt of 4 and all but the last of 3
+        reply([2, 10], routes=numbered(6, 13)),
+    ])  # fmt: skip
+    rollout = play_out(engine, ScriptedEnv("hello", [observe("o", 0.25), observe(None, 1.0)]))
+    assert [request["routed_experts_prompt_start"] for request in engine.requests_seen] == [0, 6]
+    (segment,) = rollout.segments
+    assert segment.routed_experts[:, 1, 0].tolist() == [*range(13), 0] and len(segment.token_ids) == 14
+
+
 def test_what_the_template_puts_after_the_end_of_turn_is_context():
     _, _, rollout = two_turns()
     ids, mask = row(rollout.segments[0])

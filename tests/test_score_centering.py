@@ -274,7 +274,7 @@ def test_an_engine_keeps_a_top_of_every_sampled_token():
     # two positions: the sampled token, then the two likeliest
     flat = SimpleNamespace(token_ids=[5, 9, 5, 7, 8, 7], logprobs=[-1.0, -0.5, -1.0, -2.0, -0.25, -2.0])
     output = SimpleNamespace(
-        token_ids=(5, 7), logprobs=flat, finish_reason="stop",
+        token_ids=(5, 7), logprobs=flat, finish_reason="stop", routed_experts=None,
         weight_versions=[SimpleNamespace(version="3", start=0, end=2)],
     )  # fmt: skip
     completion = read_completion(output, 2)

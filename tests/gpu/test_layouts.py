@@ -10,6 +10,7 @@ from tests.test_layouts import (
     CASES,
     SPOILED,
     test_a_gradient_that_is_not_finite_on_one_rank_moves_no_rank_and_is_counted,
+    test_replayed_experts_give_another_gradient_and_the_router_is_in_it,
     test_the_gradient_is_that_of_one_rank_with_padded_rows,
     test_the_metrics_do_not_depend_on_the_layout,
     test_the_norm_is_that_of_all_parameters_on_every_rank_and_is_clipped_to,
