@@ -176,9 +176,10 @@ def epoch_order(seed: int, epoch: int, num_tasks: int, shuffle: bool) -> np.ndar
 class RolloutWorker:
     """One vLLM engine and the episodes that run on it; an asyncio Ray actor."""
 
-    async def start(self, index: int, args: Args, model_path: str, dtype: str, gpus: float, *store) -> None:
+    async def start(self, index: int, args: Args, path: str, dtype: str, gpus: float, step: int, *store):
+        """Loads everything. A run that goes on at `step` does not draw the random numbers of its start."""
         self.args, self.index, self.busy, self.epoch = args, index, BusyClock(), None
-        self.tokenizer = load_tokenizer(model_path)
+        self.tokenizer = load_tokenizer(path)
         self.envs = self.eval_envs = EnvPool()
         await self.envs.start(args.env, args.data, args.engine.max_in_flight * args.group_size)
         if args.eval_env not in (None, args.env):
@@ -190,7 +191,7 @@ class RolloutWorker:
             "system_prompt": args.data.system_prompt,
             "template_args": json.loads(args.data.chat_template_args),
         }
-        self.engine = Engine(model_path, dtype, args.seed + index, args.engine, gpus)
+        self.engine = Engine(path, dtype, args.seed + index + 7919 * step, args.engine, gpus)
         await self.engine.start([self.tokenizer.eos_token_id])
         timeouts = (args.deadline.start_timeout_s, args.deadline.refit_timeout_s)
         await self.engine.connect(*store, index, args.parallel.num_trainers, *timeouts)
@@ -461,28 +462,32 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     model_path = resolve_model(args.model)
     log.phase("ray: starting")
     cluster.start(num_workers + num_trainers, args.log.output_dir)
-    run = Run(deadline.step_timeout_s)
+    run, step = (
+        Run(deadline.step_timeout_s, args.save, args.log.output_dir, progress["step"]),
+        progress["step"],
+    )
     run.store = open_store(cluster.host(), deadline.start_timeout_s)  # where all processes meet
     store = (run.store.host, run.store.port)
     gpus, engine_gpus, trainer_gpus = cluster.split_gpus(engine.num_engines, engine.engine_tp, num_trainers)
     dtype = resolve_dtype(model_path, engine.rollout_dtype, gpus > 0)
-    plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
+    plan = (args.prompts_per_step, args.max_staleness, args.order, step, progress["queue"])
     (run.queue,) = run.spawn("queue", SampleQueue, [plan], [{"max_concurrency": 10_000}])
+    run.restore(progress["rollouts"])
     log.phase(f"{num_workers} x vLLM ({dtype}), {num_trainers} x FSDP2, {gpus:.3g} GPUs for each")
     engines = list(range(engine.num_engines))
     run.workers = run.spawn("engine", worker_class, [()] * len(engines), engine_gpus)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
     run.trainers = run.spawn("trainer", trainer_class, ranks, trainer_gpus)
-    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus, *store)
+    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus, step, *store)
     started = run.ask(run.trainers, "setup", *store, dtype, num_workers) + started
     log.phase(f"trainer: {run.get(started, 'start-up', deadline.start_timeout_s)[0]}")
     run.probe_ids = load_tokenizer(model_path).encode(PROBE_TEXT)
-    sent = refit(run, progress["step"], deadline.refit_timeout_s)  # the gate: what is there must not change
+    sent = refit(run, step, deadline.refit_timeout_s)  # the gate: what is there must not change
     if checkpoint or args.save.init_from:
         loading = run.ask(run.trainers, "load", checkpoint, args.save.init_from)
         run.get(loading, "loading the checkpoint", deadline.start_timeout_s)
-        refit(run, progress["step"], deadline.refit_timeout_s)
-        log.phase(f"weights of {checkpoint or args.save.init_from}, policy version {progress['step']}")
+        refit(run, step, deadline.refit_timeout_s)
+        log.phase(f"weights of {checkpoint or args.save.init_from}, policy version {step}")
     check_probe(run)
     log.phase(f"refit gate passed: {sent['bytes'] / 1e6:.3g} MB by {sent['mode']}")
     if args.debug.eval_only:
@@ -507,13 +512,13 @@ def check_flags(args: Args) -> int:
 
 
 # [shared:main]
-def replay(args: Args, log: Logger) -> None:
+def replay(args: Args, log: Logger, checkpoint: str | None, first_step: int) -> None:
     """Trains from recorded rollouts in this very process: no Ray, no engine, and breakpoints work."""
     trainer = Trainer(args, resolve_model(args.model), 0, torch.cuda.is_available())
     store = open_store(cluster.LOOPBACK, args.deadline.start_timeout_s)
     log.phase(trainer.setup(store.host, store.port, "float32", num_workers=0))
-    trainer.load(None, args.save.init_from)
-    for step in range(args.max_steps):
+    trainer.load(checkpoint, args.save.init_from)
+    for step in range(first_step, args.max_steps):
         clock, rollouts = Stopwatch(), read_rollouts(args.debug.replay_rollouts, step)
         lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
         rows, advantages = make_rows(rollouts, args)
@@ -522,9 +527,10 @@ def replay(args: Args, log: Logger) -> None:
             (share,) = make_minibatches(rows, args, step)
             row |= training_metrics([trainer.train_step(share, row["lr"], None)])
         clock.lap("time/step")
+        if args.save.due(step + 1, args.max_steps):
+            path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
+            trainer.save(path, {"step": step + 1, "queue": None})
         log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
-    path = f"{args.log.output_dir}/checkpoints/step_{args.max_steps}"
-    trainer.save(path, {"step": args.max_steps, "queue": None})
     log.summary({"checkpoint": path})
 
 
@@ -543,11 +549,11 @@ def main(args: Args) -> None:
     headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
     trackers = open_trackers(args.log, config, progress["step"])
     log = Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers)
-    with log, cluster.session():
+    with log, cluster.session() as session:
         log.console.print(plan)
         if args.debug.replay_rollouts:
-            return replay(args, log)
-        run = start_run(args, log, RolloutWorker, Trainer, checkpoint, progress)
+            return replay(args, log, checkpoint, progress["step"])
+        run = session.enter_context(start_run(args, log, RolloutWorker, Trainer, checkpoint, progress))
         if args.debug.eval_only:
             scores = run.get(run.ask(run.workers, "evaluate"), "evaluation")
             return log.summary(score_metrics(f"eval/{env}", scores))
@@ -579,6 +585,7 @@ def main(args: Args) -> None:
                 profiled = 1 <= step - progress["step"] <= args.debug.profile_steps
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
                 training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
+                run.update = step + 1, training
                 row |= training_metrics(run.get(training, f"training step {step}"))
             empty_steps = 0 if rows and row.get("skipped_frac", 0) < 1 else empty_steps + 1
             if empty_steps == 3:
@@ -596,10 +603,8 @@ def main(args: Args) -> None:
             clock.lap("time/refit")
 
             # how it went
-            if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
-                path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
-                progress_now = {"step": step + 1, "queue": run.get(run.queue.progress.remote(), "the queue")}
-                run.get(run.ask(run.trainers, "save", path, progress_now), "saving")
+            if args.save.due(step + 1, args.max_steps):
+                path = run.save(step + 1)
             clock.lap("time/save")
             ticks += [run.ask(run.workers, "stats")]
             if last:

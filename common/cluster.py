@@ -2,8 +2,12 @@
 
 import contextlib
 import os
+import signal
 import time
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +15,10 @@ import ray
 from annotated_types import Gt, Lt
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
+from common.checkpoint import SaveFlags, prune_checkpoints
 from common.checks import check_gpu_split
+from common.sample import Rollout
+from common.sample_queue import pack_group, unpack_group
 
 DEATHS = (RayActorError, OutOfMemoryError)
 ROOT_CAUSE_S = 3.0  # how long an error waits for the news that a process died, which may have caused it
@@ -35,6 +42,31 @@ class DeadlineFlags:
 
 class RunError(RuntimeError):
     """Something that the run needs has died, failed or missed its deadline; the message says which."""
+
+
+class Overdue(RunError):
+    """A deadline was missed."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked the run to end."""
+
+
+signals: list[int] = []  # that asked for the end
+
+
+def end_softly(grace_s: float) -> None:
+    """The first signal ends the run at its next wait, where it can be saved; a second one, or `grace_s`
+    seconds, end it anywhere."""
+
+    def on_signal(number: int, frame) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            raise KeyboardInterrupt("told twice, or not saved within --grace-s")
+        signal.setitimer(signal.ITIMER_REAL, grace_s)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM):
+        signal.signal(number, on_signal)
 
 
 def start(num_actors: int, output_dir: str) -> None:
@@ -87,15 +119,55 @@ class Run:
     """The actors of a run, and waiting for their results while every one of them is watched.
 
     A queue that nobody fills looks like a slow one; the process that died is what the user needs to hear of.
+    As a context manager it ends softly at signals, and saves what is trained when the run ends early.
     """
 
-    def __init__(self, timeout_s: float):
+    def __init__(self, timeout_s: float, flags: SaveFlags | None = None, output_dir: str = "", step: int = 0):
         self.timeout_s = timeout_s  # of a wait, where the call does not say otherwise
+        self.flags, self.output_dir, self.ending = flags or SaveFlags(), output_dir, False
+        self.saved, self.update = step, (step, [])  # the update that runs: steps trained with it, its calls
         self.queue, self.store, self.workers, self.trainers = None, None, [], []
         self.probe_ids, self.probes, self.last_refit = [], [], {}  # of the refit in flight
         self.actors: dict[str, ray.actor.ActorHandle] = {}
         self.pings: dict[ray.ObjectRef, str] = {}
         self.tasks: dict[ray.ObjectRef, str] = {}  # calls that last as long as the run, by what they are
+
+    def __enter__(self) -> "Run":
+        end_softly(self.flags.grace_s)
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if not isinstance(error, RunError | Stopped):
+            return
+        self.ending, self.tasks, self.pings = True, {}, {}
+        needed = [self.queue, *self.trainers]  # where the others are dead, these can still save
+        self.actors = {name: actor for name, actor in self.actors.items() if actor in needed}
+        (step, update), limit_s = self.update, self.flags.grace_s if isinstance(error, Overdue) else None
+        try:
+            self.get(update, "the update that ran", limit_s)
+            if step > self.saved:
+                print(f"saved {self.save(step, limit_s)}", flush=True)
+        except RunError as lost:
+            print(f"not saved: {lost}", flush=True)
+
+    def save(self, step: int, timeout_s: float | None = None) -> str:
+        """The checkpoint of `step` trained steps, with the groups that are finished. Returns its folder."""
+        path, queue, rollouts = f"{self.output_dir}/checkpoints/step_{step}", None, []
+        if self.queue:
+            queue, groups = self.get(self.queue.snapshot.remote(step), "the queue", timeout_s)
+            for group in groups:
+                with contextlib.suppress(RayError):  # it was lost with its engine: it is sampled again
+                    rollouts += unpack_group(group, partial(ray.get, timeout=60))
+        progress = ray.put({"step": step, "queue": queue, "rollouts": rollouts})
+        self.get(self.ask(self.trainers, "save", path, progress), "saving", timeout_s)
+        prune_checkpoints(Path(path).parent, self.flags.keep_checkpoints, self.flags.max_checkpoint_gb)
+        self.saved = step
+        return path
+
+    def restore(self, rollouts: list[Rollout]) -> None:
+        """Puts the groups of a checkpoint back into the queue, before any engine gets a ticket."""
+        groups = [list(group) for _, group in groupby(rollouts, attrgetter("ticket"))]
+        self.get([self.queue.restore.remote(group[0].ticket, *pack_group(group)[1:]) for group in groups])
 
     def spawn(self, name: str, actor_class: type, arguments: list[tuple], options: list[dict]) -> list:
         """One actor for each tuple of constructor arguments and dict of Ray's options, called `name`, or
@@ -119,10 +191,12 @@ class Run:
 
     def get(self, refs, what: str = "a result", timeout_s: float | None = None):
         """Like `ray.get`. Raises RunError as soon as anything that is watched has died, and at the
-        deadline."""
+        deadline; Stopped after a signal."""
         timeout_s = timeout_s or self.timeout_s
         pending, deadline = refs if isinstance(refs, list) else [refs], time.monotonic() + timeout_s
         while pending:
+            if signals and not self.ending:
+                raise Stopped(f"{signal.Signals(signals[0]).name} while waiting for {what}")
             done, _ = ray.wait([*pending, *self.tasks, *self.pings], timeout=1.0)
             for ref in done:
                 try:
@@ -133,7 +207,7 @@ class Run:
                     raise RunError(f"{self.tasks[ref]} returned before the run's end")
             pending = [ref for ref in pending if ref not in done]
             if pending and time.monotonic() > deadline:
-                raise RunError(f"{what}: nothing after {timeout_s:.0f} s{self._queue_state()}")
+                raise Overdue(f"{what}: nothing after {timeout_s:.0f} s{self._queue_state()}")
             if not done:  # for a second: whoever has answered the last ping gets another
                 self.pings |= self._ping(but=set(self.pings.values()))
         return ray.get(refs)
@@ -183,8 +257,10 @@ class Run:
 
 @contextlib.contextmanager
 def session():
-    """Ends every process of the run when its block is left, however it is left."""
+    """Ends every process of the run when its block is left, however it is left. Yields the stack on which
+    the run goes, so that it is left first."""
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            yield stack
     finally:
         ray.shutdown()
