@@ -540,18 +540,15 @@ def check_probe(run: Run) -> None:
 
 
 # [shared:start_run]
-def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | None, progress: dict) -> Run:
+def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | None, progress: dict, run):
     """Ray, queue, engines and trainers, up to the first refit, after which rollouts start. `checkpoint` and
     `progress` are those of the run that goes on, if one does."""
     engine, deadline, num_trainers = args.engine, args.deadline, args.parallel.num_trainers
+    step = progress["step"]
     num_workers = engine.num_engines * engine.engine_tp
     model_path = resolve_model(args.model)
     log.phase("ray: starting")
-    cluster.start(num_workers + num_trainers, args.log.output_dir)
-    run, step = (
-        Run(deadline.step_timeout_s, args.save, args.log.output_dir, progress["step"]),
-        progress["step"],
-    )
+    cluster.start(num_workers + num_trainers, args.log.output_dir, args.save.grace_s)
     run.store = open_store(cluster.host(), deadline.start_timeout_s)  # where all processes meet
     store = (run.store.host, run.store.port)
     gpus, engine_gpus, trainer_gpus = cluster.split_gpus(engine.num_engines, engine.engine_tp, num_trainers)
@@ -576,10 +573,8 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
         log.phase(f"weights of {checkpoint or args.save.init_from}, policy version {step}")
     check_probe(run)
     log.phase(f"refit gate passed: {sent['bytes'] / 1e6:.3g} MB by {sent['mode']}")
-    if args.debug.eval_only:
-        return run
-    run.tasks = {ref: f"engine {i}" for i, ref in enumerate(run.ask(run.workers, "produce", run.queue))}
-    return run
+    if not args.debug.eval_only:
+        run.tasks = {ref: f"engine {i}" for i, ref in enumerate(run.ask(run.workers, "produce", run.queue))}
 
 
 # [/shared:start_run]
@@ -635,11 +630,11 @@ def main(args: Args) -> None:
     headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
     trackers = open_trackers(args.log, config, progress["step"])
     log = Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers)
-    with log, cluster.session() as session:
+    with log, Run(args.deadline.step_timeout_s, args.log.output_dir, progress["step"]) as run:
         log.console.print(plan)
         if args.debug.replay_rollouts:
             return replay(args, log, checkpoint, progress["step"])
-        run = session.enter_context(start_run(args, log, RolloutWorker, Trainer, checkpoint, progress))
+        start_run(args, log, RolloutWorker, Trainer, checkpoint, progress, run)
         if args.debug.eval_only:
             scores = run.get(run.ask(run.workers, "evaluate"), "evaluation")
             return log.summary(score_metrics(f"eval/{env}", scores))

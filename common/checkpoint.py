@@ -5,14 +5,13 @@
                                    rollouts that were finished and not trained
     checkpoints/step_40/progress.json   step, tickets, checksums of trainer/
 
-A folder without the suffix .partial is complete. Only the newest ones keep their trainer/.
+A folder without the suffix .partial is complete. Only the newest two keep their trainer/.
 """
 
-import errno
+import hashlib
 import json
 import os
 import shutil
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +27,8 @@ from common.checks import FlagError
 from common.debug import dump_rollouts, read_rollouts
 from common.refit import checkpoint_tensors, clean
 
+KEEP = 2  # checkpoints that a run can go on from; of the ones before, the model stays
+
 
 @dataclass
 class SaveFlags:
@@ -36,10 +37,6 @@ class SaveFlags:
     end."""
     resume: bool = False
     """Go on with the run in --output-dir from its last complete checkpoint."""
-    keep_checkpoints: Annotated[int, Ge(1)] = 2
-    """Newest checkpoints that --resume can go on from; of older ones the model stays."""
-    max_checkpoint_gb: Annotated[float, Gt(0)] = float("inf")
-    """GiB that the checkpoints may take together: the oldest go first, the newest --keep-checkpoints never."""
     fault_budget: Annotated[int, Ge(0)] = 0
     """How often the run starts again by itself, from its last checkpoint, when a process of it died or missed
     a deadline. 0: such a run ends."""
@@ -59,70 +56,41 @@ def starting_point(resume: bool, output_dir: str, max_steps: int) -> tuple[str |
     """The folder of the newest checkpoint that a run of `max_steps` can go on from, and its progress; of a
     new run no folder. `progress["rollouts"]` were finished and not trained.
 
-    Newer checkpoints that cannot be used are set aside with a warning: those that are not as they were
-    written, and the last one of a run that died in its last evaluation. Raises FlagError if none is left.
+    A checkpoint whose trainer/ is not as it was written is set aside, and the one before it taken. Raises
+    FlagError if there is none to go on from.
     """
     if not resume:
         return None, {"step": 0, "queue": None, "rollouts": []}
-    folders = [each.parent for each in Path(output_dir, "checkpoints").glob("step_*[0-9]/trainer")]
-    evaluated, unusable = Path(output_dir, "summary.json").exists(), {}
-    for folder in sorted(folders, key=step_of, reverse=True):
-        if step_of(folder) > max_steps - (evaluated or len(folders) == 1):
-            what = f"--max-steps {max_steps}: {output_dir} is at step {step_of(folder)}"
-            raise FlagError(f"{what}; ask for more steps")
+    broken = ""
+    for trainer in sorted(
+        Path(output_dir).glob("checkpoints/step_*[0-9]/trainer"), key=step_of, reverse=True
+    ):
         try:
-            progress = read_progress(folder)
-        except (OSError, ValueError) as error:
-            unusable[folder] = str(error)
+            progress = json.loads((trainer.parent / "progress.json").read_text())
+            for name, written in progress.pop("files").items():
+                if digest(trainer / name) != written:
+                    raise ValueError(f"trainer/{name} is not as it was written")
+            progress["rollouts"] = read_rollouts(str(trainer), progress["step"])
+        except (OSError, ValueError, LookupError) as error:
+            broken += f"; {trainer.parent.name}: {error}"
+            print(f"warning: going back to an earlier checkpoint{broken}")
+            os.replace(trainer.parent, f"{trainer.parent}.broken")
             continue
-        if progress["step"] == max_steps:
-            unusable[folder] = "all steps are trained, the last evaluation is missing"
-            continue
-        for other, why in unusable.items():
-            print(f"warning: going on from {folder.name}, not from {other.name}: {why}")
-            shutil.rmtree(f"{other}.aside", ignore_errors=True)
-            other.rename(f"{other}.aside")
-        return str(folder), progress
+        if progress["step"] < max_steps:
+            return str(trainer.parent), progress
+        is_at = f"{output_dir} is at step {progress['step']}"
+        raise FlagError(f"--max-steps {max_steps}: {is_at}; ask for more steps")
     fix = "--save-every writes them; without --resume, use another --output-dir"
-    why = "".join(f" ({folder.name}: {why})" for folder, why in unusable.items())
-    raise FlagError(f"--resume: {output_dir} has no checkpoint to go on from{why}; {fix}")
+    raise FlagError(f"--resume: {output_dir} has no checkpoint to go on from{broken}; {fix}")
 
 
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
+def step_of(trainer: Path) -> int:
+    return int(trainer.parent.name.removeprefix("step_"))
 
 
-def read_progress(folder: Path) -> dict:
-    """What `save_checkpoint` got as progress. Raises OSError or ValueError if trainer/ is not as written."""
-    progress, trainer = json.loads((folder / "progress.json").read_text()), folder / "trainer"
-    for name, written in progress.pop("files", {}).items():
-        if file_checksum(trainer / name) != written:
-            raise ValueError(f"trainer/{name} has other bytes than were written")
-    recorded = (trainer / f"step_{progress['step']:06}.jsonl").exists()
-    rollouts = read_rollouts(str(trainer), progress["step"]) if recorded else []
-    return progress | {"rollouts": rollouts}
-
-
-def file_checksum(path: Path) -> int:
-    """CRC-32 of a file, which is then on the disk and not in a buffer alone."""
-    value = 0
+def digest(path: Path) -> str:
     with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        while chunk := file.read(16 << 20):
-            value = zlib.crc32(chunk, value)
-    return value
-
-
-def may_restart(flags: SaveFlags, output_dir: str) -> bool:
-    """Takes a restart from the fault budget. It goes on from the last checkpoint; without one, at step 0."""
-    flags.fault_budget -= 1
-    if flags.fault_budget >= 0:
-        flags.resume = any(Path(output_dir, "checkpoints").glob("step_*[0-9]/trainer"))
-        if not flags.resume:
-            Path(output_dir, "metrics.jsonl").unlink(missing_ok=True)
-        where = "from the last checkpoint" if flags.resume else "at step 0, there is no checkpoint yet"
-        print(f"starting again {where}; {flags.fault_budget} of --fault-budget are left", flush=True)
-    return flags.fault_budget >= 0
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @torch.no_grad()
@@ -154,13 +122,10 @@ def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progres
     """
     final, partial = Path(path), Path(f"{path}.partial")
     final.parent.mkdir(parents=True, exist_ok=True)
-    weights = [weight for model, _ in parts.values() for weight in model.parameters()]
-    # weights and two averages, and the model once more
-    needed = 4 * sum(weight.numel() * weight.element_size() for weight in weights)
-    free = shutil.disk_usage(final.parent).free
-    if free < needed:
-        what = f"a checkpoint takes {needed / 2**30:.3g} GiB, {final.parent} has {free / 2**30:.3g}"
-        raise OSError(errno.ENOSPC, what)
+    # in fp32: weights, two averages, and the model once more
+    needed = 16 * sum(weight.numel() for model, _ in parts.values() for weight in model.parameters())
+    if (free := shutil.disk_usage(final.parent).free) < needed:
+        raise OSError(f"{needed / 2**30:.3g} GiB are needed, {final.parent} has {free / 2**30:.3g}")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
@@ -168,27 +133,17 @@ def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progres
     try:
         dcp.save(trainer_state(parts), checkpoint_id=partial / "trainer")
     except CheckpointException as error:  # no Exception: Ray would say that the process died
-        raise OSError(str(error)) from error
+        raise OSError(f"{error}\n{partial} could not be written; is the disk full?") from error
     if rank == 0:
-        dump_rollouts(str(partial / "trainer"), progress["step"], progress.get("rollouts", []))
-        files = {file.name: file_checksum(file) for file in (partial / "trainer").iterdir()}
-        marker = {key: value for key, value in progress.items() if key != "rollouts"} | {"files": files}
-        (partial / "progress.json").write_text(json.dumps(marker))
+        dump_rollouts(str(partial / "trainer"), progress["step"], progress.pop("rollouts", []))
+        files = {file.name: digest(file) for file in (partial / "trainer").iterdir()}
+        (partial / "progress.json").write_text(json.dumps(progress | {"files": files}))
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
-
-
-def prune_checkpoints(folder: Path, keep: int, max_gb: float) -> None:
-    """Removes what the flags do not keep, and what a save that failed has left."""
-    for partial in folder.glob("*.partial"):
-        shutil.rmtree(partial)
-    total = 0
-    for place, each in enumerate(sorted(folder.glob("step_*[0-9]"), key=step_of, reverse=True)):
-        if place >= keep:
-            shutil.rmtree(each / "trainer", ignore_errors=True)
-        total += sum(file.stat().st_size for file in each.rglob("*"))
-        if place >= keep and total > max_gb * 2**30:
-            shutil.rmtree(each)
+        for failed in final.parent.glob("*.partial"):
+            shutil.rmtree(failed)
+        for older in sorted(final.parent.glob("step_*[0-9]/trainer"), key=step_of)[:-KEEP]:
+            shutil.rmtree(older)
 
 
 def load_checkpoint(path: str, parts: dict) -> None:

@@ -54,11 +54,9 @@ def run(main, args) -> None:
     """`main(args)` as a program: a refused flag is one line and exit code 2, a signal 128 and its number.
 
     An error in the run has been named by the logger already; the process ends with it, so with exit code 1.
-    What a new start may help against has one, --fault-budget times.
+    What a new start may help against gets one, --fault-budget times.
     """
-    from common.checkpoint import may_restart  # these import this module
-    from common.cluster import RunError, signals
-    from common.refit import RefitError
+    from common.cluster import RunError, signals  # it imports this module
 
     while True:
         try:
@@ -67,9 +65,14 @@ def run(main, args) -> None:
             refuse(error)
         except KeyboardInterrupt:
             sys.exit(128 + (signals or [signal.SIGINT])[0])
-        except (RunError, RefitError):
-            if signals or not may_restart(args.save, args.log.output_dir):
+        except RunError:
+            if signals or not args.save.fault_budget:
                 raise
+            args.save.fault_budget -= 1
+            args.save.resume = Path(args.log.output_dir, "checkpoints").exists()
+            print(
+                f"starting again, from {'the last checkpoint' if args.save.resume else 'step 0'}", flush=True
+            )
 
 
 def check_ranges(args) -> None:
@@ -255,7 +258,8 @@ def check_context(prompt_tokens: int, max_new_tokens: int, max_model_len: int) -
 
 def check_output_dir(path: str, resume: bool) -> None:
     """Refuses to write over another run, and to resume where there is none."""
-    holds_run = (Path(path) / "metrics.jsonl").exists()
+    rows = Path(path) / "metrics.jsonl"
+    holds_run = rows.exists() and (resume or rows.stat().st_size > 0)
     if Path(path).exists() and not Path(path).is_dir():
         raise FlagError(f"--output-dir {path}: is a file; use another --output-dir")
     if holds_run and not resume:

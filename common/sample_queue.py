@@ -158,10 +158,9 @@ class SampleQueue:
 
     async def snapshot(self, trained: int) -> tuple[dict, list]:
         """`progress` when `trained` steps are, also if the newest batch is not; and the finished groups."""
-        step, batch = self.taken
-        groups = self.finished if step < trained else batch | self.finished
-        progress = await self.progress()
-        return progress | {"again": sorted({*progress["again"], *groups})}, list(groups.values())
+        if self.taken[0] >= trained:
+            self.finished |= self.taken[1]
+        return await self.progress(), list(self.finished.values())
 
     async def restore(self, ticket: int, *pieces) -> None:
         """A finished group of the run before. Where admission would not let it start, it is sampled again."""

@@ -110,7 +110,7 @@ FILES = {
     "chats.jsonl": '{"prompt": "1", "response": "2"}\n' * 4,
     "chats3.jsonl": '{"prompt": "1", "response": "2"}\n' * 2 + '{"prompt": "1"}\n',
     "file": "",
-    "held/metrics.jsonl": "",
+    "held/metrics.jsonl": '{"step": 0}\n',
     "ended/metrics.jsonl": "",
     "ended/checkpoints/step_5/progress.json": '{"step": 5, "queue": null}',
     "ended/checkpoints/step_5/trainer/state": "",
@@ -289,11 +289,7 @@ REFUSED = [
     ),
     (
         "grpo", "--replay-rollouts recorded --num-trainers 2", "--replay-rollouts recorded: one process; ",
-        "leave out --num-trainers, --resume",
-    ),
-    (
-        "grpo", "--replay-rollouts recorded --resume --output-dir ended", "--replay-rollouts recorded: ",
-        "leave out --num-trainers, --resume",
+        "leave out --num-trainers",
     ),
     (
         "grpo", "--eval-only --resume --output-dir ended", "--eval-only --resume: ",

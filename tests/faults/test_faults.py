@@ -6,7 +6,17 @@ from pathlib import Path
 
 from tests.test_run import Driver, drive  # noqa: F401
 
-TINY = ("algos.grpo", "--model", "tiny", "--env", "reverse", "--eval-every", "1000", "--samples-per-step", "0")
+TINY = (
+    "algos.grpo",
+    "--model",
+    "tiny",
+    "--env",
+    "reverse",
+    "--eval-every",
+    "1000",
+    "--samples-per-step",
+    "0",
+)
 PROMPTS, GROUP = 4, 4
 SIZES = ("--prompts-per-step", str(PROMPTS), "--group-size", str(GROUP), "--max-in-flight", "4")
 RESTARTED_WITHIN_S = 120
@@ -33,14 +43,14 @@ def test_a_run_that_loses_an_engine_and_then_a_trainer_trains_every_ticket_once(
     run.wait_for_rows(3)
     run.kill_one("VLLM::EngineCore")
     wait_for_restart(run, 1)
-    assert "starting again from the last checkpoint; 1 of --fault-budget" in run.output()
+    assert "starting again, from the last checkpoint" in run.output()
     saved = run.output().partition("saved ")[2].split()[0]
     first = int(saved.rpartition("_")[2])
     assert first >= 3, "what was trained when the engine died"
     run.wait_until(lambda: len(run.read("metrics.jsonl")) >= first + 12, RESTARTED_WITHIN_S, "12 steps more")
     run.kill_one("ray::Trainer")
     wait_for_restart(run, 2)
-    assert "not saved: trainer died" in run.output()
+    assert "not saved: " in run.output()
     assert run.wait_for_end() == 0, run.output()[-4000:]
     print(run.output())
     assert [row["step"] for row in run.read("metrics.jsonl")] == list(range(60))
