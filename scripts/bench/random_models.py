@@ -45,6 +45,13 @@ def make_checkpoint(name: str, path: str, dtype: torch.dtype) -> None:
         torch.cuda.empty_cache()
 
 
+def add_tokenizer(path: str) -> None:
+    """SmolLM2's tokenizer and chat template; ids beyond its vocabulary have no text."""
+    from common.models import load_tokenizer, resolve_model
+
+    load_tokenizer(resolve_model("smollm2")).save_pretrained(path)
+
+
 def flops_per_token(name: str, length: int) -> float:
     """Of a training step without recomputation: 6 for each weight that a token is multiplied by (its input
     embedding is looked up), and causal attention's 6 x layers x heads x head size x length."""
