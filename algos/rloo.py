@@ -595,7 +595,7 @@ def replay(args: Args, log: Logger, checkpoint: str | None, first_step: int) -> 
             (share,) = make_minibatches(rows, args, step)
             row |= training_metrics([trainer.train_step(share, row["lr"], None)])
         clock.lap("time/step")
-        if args.save.due(step + 1, args.max_steps):
+        if step + 1 == args.max_steps or args.save.save_every and (step + 1) % args.save.save_every == 0:
             path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
             trainer.save(path, {"step": step + 1, "queue": None})
         log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
@@ -671,7 +671,7 @@ def main(args: Args) -> None:
             clock.lap("time/refit")
 
             # how it went
-            if args.save.due(step + 1, args.max_steps):
+            if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
                 path = run.save(step + 1)
             clock.lap("time/save")
             ticks += [run.ask(run.workers, "stats")]

@@ -398,7 +398,7 @@ def main(args: Args) -> None:
             clock.lap("time/train")
 
             # how it went
-            if args.save.due(step + 1, args.max_steps):
+            if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
                 path = run.save(step + 1)
             clock.lap("time/save")
             if last:

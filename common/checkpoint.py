@@ -27,8 +27,6 @@ from common.checks import FlagError
 from common.debug import dump_rollouts, read_rollouts
 from common.refit import checkpoint_tensors, clean
 
-KEEP = 2  # checkpoints that a run can go on from; of the ones before, the model stays
-
 
 @dataclass
 class SaveFlags:
@@ -47,10 +45,6 @@ class SaveFlags:
     """Folder of a checkpoint of the same model whose weights the run starts from (a KL reference stays
     --model)."""
 
-    def due(self, step: int, max_steps: int) -> bool:
-        """Whether a checkpoint is due when `step` steps are trained."""
-        return step == max_steps or self.save_every > 0 and step % self.save_every == 0
-
 
 def starting_point(resume: bool, output_dir: str, max_steps: int) -> tuple[str | None, dict]:
     """The folder of the newest checkpoint that a run of `max_steps` can go on from, and its progress; of a
@@ -61,10 +55,8 @@ def starting_point(resume: bool, output_dir: str, max_steps: int) -> tuple[str |
     """
     if not resume:
         return None, {"step": 0, "queue": None, "rollouts": []}
-    broken = ""
-    for trainer in sorted(
-        Path(output_dir).glob("checkpoints/step_*[0-9]/trainer"), key=step_of, reverse=True
-    ):
+    found, broken = Path(output_dir).glob("checkpoints/step_*[0-9]/trainer"), ""
+    for trainer in sorted(found, key=step_of, reverse=True):
         try:
             progress = json.loads((trainer.parent / "progress.json").read_text())
             for name, written in progress.pop("files").items():
@@ -142,7 +134,7 @@ def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progres
         os.rename(partial, final)
         for failed in final.parent.glob("*.partial"):
             shutil.rmtree(failed)
-        for older in sorted(final.parent.glob("step_*[0-9]/trainer"), key=step_of)[:-KEEP]:
+        for older in sorted(final.parent.glob("step_*[0-9]/trainer"), key=step_of)[:-2]:
             shutil.rmtree(older)
 
 

@@ -54,7 +54,7 @@ def run(main, args) -> None:
     """`main(args)` as a program: a refused flag is one line and exit code 2, a signal 128 and its number.
 
     An error in the run has been named by the logger already; the process ends with it, so with exit code 1.
-    What a new start may help against gets one, --fault-budget times.
+    A run that lost a process or missed a deadline starts again, --fault-budget times.
     """
     from common.cluster import RunError, signals  # it imports this module
 
@@ -68,11 +68,8 @@ def run(main, args) -> None:
         except RunError:
             if signals or not args.save.fault_budget:
                 raise
-            args.save.fault_budget -= 1
-            args.save.resume = Path(args.log.output_dir, "checkpoints").exists()
-            print(
-                f"starting again, from {'the last checkpoint' if args.save.resume else 'step 0'}", flush=True
-            )
+            args.save.fault_budget, args.save.resume = args.save.fault_budget - 1, True
+            print("starting again from the last checkpoint", flush=True)
 
 
 def check_ranges(args) -> None:
@@ -258,8 +255,7 @@ def check_context(prompt_tokens: int, max_new_tokens: int, max_model_len: int) -
 
 def check_output_dir(path: str, resume: bool) -> None:
     """Refuses to write over another run, and to resume where there is none."""
-    rows = Path(path) / "metrics.jsonl"
-    holds_run = rows.exists() and (resume or rows.stat().st_size > 0)
+    holds_run = (Path(path) / "metrics.jsonl").exists()
     if Path(path).exists() and not Path(path).is_dir():
         raise FlagError(f"--output-dir {path}: is a file; use another --output-dir")
     if holds_run and not resume:

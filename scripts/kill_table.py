@@ -172,7 +172,7 @@ def main() -> None:
             process.wait(60)
             break
         code = process.returncode
-        if code not in (0, -signal.SIGKILL):
+        if code not in (0, -signal.SIGKILL) and any(run.glob("checkpoints/step_*[0-9]/trainer")):
             sys.exit(f"the run ended with {code}; see {args.folder}/output.txt")
     rows = table(read(args.folder / "events.jsonl"))
     result = {"command": "python scripts/kill_table.py " + " ".join(sys.argv[1:]), "kills": rows}

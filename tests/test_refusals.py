@@ -110,7 +110,7 @@ FILES = {
     "chats.jsonl": '{"prompt": "1", "response": "2"}\n' * 4,
     "chats3.jsonl": '{"prompt": "1", "response": "2"}\n' * 2 + '{"prompt": "1"}\n',
     "file": "",
-    "held/metrics.jsonl": '{"step": 0}\n',
+    "held/metrics.jsonl": "",
     "ended/metrics.jsonl": "",
     "ended/checkpoints/step_5/progress.json": '{"step": 5, "queue": null}',
     "ended/checkpoints/step_5/trainer/state": "",

@@ -43,7 +43,7 @@ def test_a_run_that_loses_an_engine_and_then_a_trainer_trains_every_ticket_once(
     run.wait_for_rows(3)
     run.kill_one("VLLM::EngineCore")
     wait_for_restart(run, 1)
-    assert "starting again, from the last checkpoint" in run.output()
+    assert "starting again from the last checkpoint" in run.output()
     saved = run.output().partition("saved ")[2].split()[0]
     first = int(saved.rpartition("_")[2])
     assert first >= 3, "what was trained when the engine died"
