@@ -253,10 +253,9 @@ def epoch_order(seed: int, epoch: int, num_tasks: int, shuffle: bool) -> np.ndar
 class RolloutWorker:
     """One vLLM engine and the episodes that run on it; an asyncio Ray actor."""
 
-    async def start(self, index: int, args: Args, path: str, dtype: str, gpus: float, step: int, *store):
-        """Loads everything. A run that goes on at `step` does not draw the random numbers of its start."""
+    async def start(self, index: int, args: Args, model_path: str, dtype: str, gpus: float, *store) -> None:
         self.args, self.index, self.busy, self.epoch = args, index, BusyClock(), None
-        self.tokenizer = load_tokenizer(path)
+        self.tokenizer = load_tokenizer(model_path)
         self.envs = self.eval_envs = EnvPool()
         await self.envs.start(args.env, args.data, args.engine.max_in_flight * args.group_size)
         if args.eval_env not in (None, args.env):
@@ -268,7 +267,7 @@ class RolloutWorker:
             "system_prompt": args.data.system_prompt,
             "template_args": json.loads(args.data.chat_template_args),
         }
-        self.engine = Engine(path, dtype, args.seed + index + 7919 * step, args.engine, gpus)
+        self.engine = Engine(model_path, dtype, args.seed + index, args.engine, gpus)
         await self.engine.start([self.tokenizer.eos_token_id])
         timeouts = (args.deadline.start_timeout_s, args.deadline.refit_timeout_s)
         await self.engine.connect(*store, index, args.parallel.num_trainers, *timeouts)
@@ -544,7 +543,6 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     """Ray, queue, engines and trainers, up to the first refit, after which rollouts start. `checkpoint` and
     `progress` are those of the run that goes on, if one does."""
     engine, deadline, num_trainers = args.engine, args.deadline, args.parallel.num_trainers
-    step = progress["step"]
     num_workers = engine.num_engines * engine.engine_tp
     model_path = resolve_model(args.model)
     log.phase("ray: starting")
@@ -553,7 +551,7 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     store = (run.store.host, run.store.port)
     gpus, engine_gpus, trainer_gpus = cluster.split_gpus(engine.num_engines, engine.engine_tp, num_trainers)
     dtype = resolve_dtype(model_path, engine.rollout_dtype, gpus > 0)
-    plan = (args.prompts_per_step, args.max_staleness, args.order, step, progress["queue"])
+    plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
     (run.queue,) = run.spawn("queue", SampleQueue, [plan], [{"max_concurrency": 10_000}])
     run.restore(progress["rollouts"])
     log.phase(f"{num_workers} x vLLM ({dtype}), {num_trainers} x FSDP2, {gpus:.3g} GPUs for each")
@@ -561,16 +559,16 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     run.workers = run.spawn("engine", worker_class, [()] * len(engines), engine_gpus)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
     run.trainers = run.spawn("trainer", trainer_class, ranks, trainer_gpus)
-    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus, step, *store)
+    started = run.ask_each(run.workers, "start", engines, args, model_path, dtype, gpus, *store)
     started = run.ask(run.trainers, "setup", *store, dtype, num_workers) + started
     log.phase(f"trainer: {run.get(started, 'start-up', deadline.start_timeout_s)[0]}")
     run.probe_ids = load_tokenizer(model_path).encode(PROBE_TEXT)
-    sent = refit(run, step, deadline.refit_timeout_s)  # the gate: what is there must not change
+    sent = refit(run, progress["step"], deadline.refit_timeout_s)  # the gate: what is there must not change
     if checkpoint or args.save.init_from:
         loading = run.ask(run.trainers, "load", checkpoint, args.save.init_from)
         run.get(loading, "loading the checkpoint", deadline.start_timeout_s)
-        refit(run, step, deadline.refit_timeout_s)
-        log.phase(f"weights of {checkpoint or args.save.init_from}, policy version {step}")
+        refit(run, progress["step"], deadline.refit_timeout_s)
+        log.phase(f"weights of {checkpoint or args.save.init_from}, policy version {progress['step']}")
     check_probe(run)
     log.phase(f"refit gate passed: {sent['bytes'] / 1e6:.3g} MB by {sent['mode']}")
     if not args.debug.eval_only:
@@ -626,7 +624,8 @@ def main(args: Args) -> None:
     if args.debug.dry_run:
         return print(plan)
     checkpoint, progress = starting_point(args.save.resume, args.log.output_dir, args.max_steps)
-    env, empty_steps, config = env_name(args.eval_env or args.env), 0, asdict(args)
+    env, empty_steps = env_name(args.eval_env or args.env), 0
+    config = asdict(args) | {"tasks": num_tasks}  # a run that goes on warns of what has changed
     headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
     trackers = open_trackers(args.log, config, progress["step"])
     log = Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers)
