@@ -1,4 +1,10 @@
-"""Checkpoints of random weights in known shapes, for benchmarks: no hub, no download."""
+"""Checkpoints of random weights in known shapes, for benchmarks: no hub, no download.
+
+    python scripts/bench/random_models.py 0.6b FOLDER       bf16, with SmolLM2's tokenizer
+"""
+
+import sys
+from pathlib import Path
 
 import torch
 
@@ -62,3 +68,9 @@ def flops_per_token(name: str, length: int) -> float:
     wide = experts["num_experts_per_tok"] * experts["moe_intermediate_size"] if experts else intermediate
     weights = layers * (attention + 3 * hidden * wide) + hidden * COMMON["vocab_size"]
     return 6 * weights + 6 * layers * heads * size * length
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    make_checkpoint(sys.argv[1], sys.argv[2], torch.bfloat16)
+    add_tokenizer(sys.argv[2])
