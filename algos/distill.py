@@ -352,8 +352,9 @@ class Trainer:
 
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
-        ids_BT = batch["token_ids"].long()
-        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1)
+        ids_BT, routes = batch["token_ids"].long(), batch.get("routed_experts")
+        routes = routes if head is self.head else None  # the student's, of no use to a teacher
+        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, routes)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
         """Goes on from a checkpoint of this run, or starts from the weights of another."""
@@ -385,7 +386,7 @@ class Trainer:
                 if np.isfinite(grad_norm):  # on all ranks or on none
                     self.optimizer.step()
                 sums.append(update_metrics(grad_norm))
-        return rank_metrics(sums, peaks)
+        return rank_metrics([*sums, self.head.router.metrics()], peaks)
 
     @torch.no_grad()
     def look_ahead(self, batches: list[dict], num_rollouts: int) -> None:
@@ -414,7 +415,7 @@ class Trainer:
         sums["loss/entropy"] = (torch.where(mask_BS, entropy_BS, 0.0).detach().sum(), count)
         sums["loss/teacher_kl"] = (-(masked * advantages_BS[mask_BS]).sum(), count)
         sums["advantage/abs_mean"] = (advantages_BS.abs().sum(), count)
-        mismatch, peaks = mismatch_metrics(log_ratio_BS, mask_BS)
+        mismatch, peaks = mismatch_metrics(log_ratio_BS, mask_BS, batch.get("crossed", False))
         sums["is/dropped_frac"] = ((masked == 0).sum(), count)
         sums["is_weight"], sums["is_weight_squared"] = (masked.sum(), count), (masked.square().sum(), count)
         peaks["is/max_weight"] = masked.max() if count else 0.0

@@ -307,8 +307,9 @@ class Trainer:
         [B, S], [B, S], and [B, S, K], behind which the teacher's head has what it finds likeliest."""
         ids_BT, lengths_B = batch["token_ids"].long(), batch["lengths"] - 1  # of what goes in
         targets_BSM = torch.cat([ids_BT[:, 1:, None], top_ids_BSK], -1)
+        routes = batch.get("routed_experts") if head is self.head else None  # of no use to a teacher
         logprobs_BS, entropy_BS, *top = head(
-            model, ids_BT[:, :-1], targets_BSM, self.args.temperature, lengths_B
+            model, ids_BT[:, :-1], targets_BSM, self.args.temperature, lengths_B, routes
         )
         return logprobs_BS, entropy_BS, torch.stack(top, -1)
 
@@ -342,7 +343,7 @@ class Trainer:
                 if np.isfinite(grad_norm):  # on all ranks or on none
                     self.optimizer.step()
                 sums.append(update_metrics(grad_norm))
-        return rank_metrics(sums, peaks)
+        return rank_metrics([*sums, self.head.router.metrics()], peaks)
 
     @torch.no_grad()
     def look_ahead(self, batches: list[dict]) -> None:
@@ -366,7 +367,8 @@ class Trainer:
         row = batch["teacher_logprobs"], mu_BS, outside_BS, mask_BS
         loss, sums = teacher_loss(logprobs_BSM, *row, self.args.max_weight)
         sums["loss/entropy"] = (torch.where(mask_BS, entropy_BS, 0.0).detach().sum(), mask_BS.sum())
-        mismatch, peaks = mismatch_metrics(torch.where(mask_BS, logprobs_BS.detach() - mu_BS, 0.0), mask_BS)
+        log_ratio_BS = torch.where(mask_BS, logprobs_BS.detach() - mu_BS, 0.0)
+        mismatch, peaks = mismatch_metrics(log_ratio_BS, mask_BS, batch.get("crossed", False))
         return loss, sums | mismatch, peaks
 
     @torch.no_grad()

@@ -324,19 +324,17 @@ def learning_rate(step: int, args: Args) -> float:
 # [/shared:learning_rate]
 
 
-def start_run(args: Args, log: Logger, model_path: str) -> Run:
+def start_run(args: Args, log: Logger, model_path: str, run: Run) -> None:
     """Ray and the trainer's ranks."""
     num_trainers, timeout_s = args.parallel.num_trainers, args.deadline.start_timeout_s
     log.phase(f"ray: starting; trainers: {num_trainers} x FSDP2")
-    cluster.start(num_trainers, args.log.output_dir)
-    run = Run(args.deadline.step_timeout_s)
+    cluster.start(num_trainers, args.log.output_dir, args.save.grace_s)
     gpus, _, trainer_gpus = cluster.split_gpus(0, 1, num_trainers)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]
     run.trainers = run.spawn("trainer", Trainer, ranks, trainer_gpus)
     run.store = open_store(cluster.host(), timeout_s)
     ready = run.ask(run.trainers, "setup", run.store.host, run.store.port)
     log.phase(f"trainer: {run.get(ready, 'trainers starting', timeout_s)[0]}")
-    return run
 
 
 def held_out_loss(run: Run, held_out: list[dict], args: Args) -> float:
@@ -370,13 +368,13 @@ def main(args: Args) -> None:
     trackers = open_trackers(args.log, config, progress["step"])
     with (
         Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers) as log,
-        cluster.session(),
+        Run(args.deadline.step_timeout_s, args.log.output_dir, progress["step"]) as run,
     ):
         if len(rows) < len(conversations):
             log.warn(too_long)
         epochs = f"{args.max_steps * args.batch_size / len(train):.3g} epochs"
         log.phase(f"{len(train)} conversations, {epochs}; {len(held_out)} held out; lr {args.lr:g}")
-        run = start_run(args, log, model_path)
+        start_run(args, log, model_path, run)
         loading = run.ask(run.trainers, "load", checkpoint, args.save.init_from)
         run.get(loading, "loading", args.deadline.start_timeout_s)
 
@@ -392,6 +390,7 @@ def main(args: Args) -> None:
             num_tokens = sum(int(each["action_mask"].sum()) for each in batch)
             shares = micro_batches(batch, args.parallel)
             training = run.ask_each(run.trainers, "train_step", shares, num_tokens, row["lr"])
+            run.update = step + 1, training
             row |= mean_of(merge(run.get(training, f"training step {step}")))
             skipped = skipped + 1 if row["skipped_frac"] else 0
             if skipped == 3:
@@ -400,8 +399,7 @@ def main(args: Args) -> None:
 
             # how it went
             if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
-                path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
-                run.get(run.ask(run.trainers, "save", path, {"step": step + 1}), "saving")
+                path = run.save(step + 1)
             clock.lap("time/save")
             if last:
                 row["loss/eval_end"] = held_out_loss(run, held_out, args)

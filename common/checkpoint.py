@@ -1,13 +1,14 @@
 """Checkpoints: the model in the Hugging Face format, and what a run needs to go on from it.
 
     checkpoints/step_40/           config, tokenizer, weights: transformers and vLLM load the folder
-    checkpoints/step_40/trainer/   weights and optimizer of every rank (torch.distributed.checkpoint)
-    checkpoints/step_40/progress.json
+    checkpoints/step_40/trainer/   weights and optimizer of every rank (torch.distributed.checkpoint), and the
+                                   rollouts that were finished and not trained
+    checkpoints/step_40/progress.json   step, tickets, checksums of trainer/
 
-A folder without the suffix .partial is complete. Only the newest one keeps its trainer/.
+A folder without the suffix .partial is complete. Only the newest two keep their trainer/.
 """
 
-import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -18,11 +19,12 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Lt
 from huggingface_hub import save_torch_state_dict
 from torch.distributed.checkpoint import CheckpointException, state_dict
 
 from common.checks import FlagError
+from common.debug import dump_rollouts, read_rollouts
 from common.refit import checkpoint_tensors, clean, weights_of
 
 
@@ -33,6 +35,12 @@ class SaveFlags:
     end."""
     resume: bool = False
     """Go on with the run in --output-dir from its last complete checkpoint."""
+    fault_budget: Annotated[int, Ge(0)] = 0
+    """How often the run starts again by itself, from its last checkpoint, when a process of it died or missed
+    a deadline. 0: such a run ends."""
+    grace_s: Annotated[float, Gt(0), Lt(1e9)] = 30.0
+    """Seconds that a run has to save and end after SIGTERM, SIGUSR1 or Ctrl-C. Give less than what sends them
+    waits before it kills."""
     init_from: str | None = None
     """Folder of a checkpoint of the same model whose weights the run starts from (a KL reference stays
     --model)."""
@@ -40,22 +48,41 @@ class SaveFlags:
 
 def starting_point(resume: bool, output_dir: str, max_steps: int) -> tuple[str | None, dict]:
     """The folder of the newest checkpoint that a run of `max_steps` can go on from, and its progress; of a
-    new run no folder. Raises FlagError if there is none to resume from.
+    new run no folder. `progress["rollouts"]` were finished and not trained.
+
+    A checkpoint whose trainer/ is not as it was written is set aside, and the one before it taken. Raises
+    FlagError if there is none to go on from.
     """
     if not resume:
-        return None, {"step": 0, "queue": None}
-    found = []
-    for trainer in Path(output_dir, "checkpoints").glob("step_*[0-9]/trainer"):
-        with contextlib.suppress(OSError, ValueError):  # it is not complete
+        return None, {"step": 0, "queue": None, "rollouts": []}
+    found, broken = Path(output_dir).glob("checkpoints/step_*[0-9]/trainer"), ""
+    for trainer in sorted(found, key=step_of, reverse=True):
+        try:
             progress = json.loads((trainer.parent / "progress.json").read_text())
-            found.append((progress["step"], str(trainer.parent), progress))
-    if not found:
-        fix = "--save-every writes them; without --resume, use another --output-dir"
-        raise FlagError(f"--resume: {output_dir} has no checkpoint to go on from; {fix}")
-    step, path, progress = max(found)
-    if step >= max_steps:
-        raise FlagError(f"--max-steps {max_steps}: {output_dir} is at step {step}; ask for more steps")
-    return path, progress
+            for name, written in progress.pop("files").items():
+                if digest(trainer / name) != written:
+                    raise ValueError(f"trainer/{name} is not as it was written")
+            progress["rollouts"] = read_rollouts(str(trainer), progress["step"])
+        except (OSError, ValueError, LookupError) as error:
+            broken += f"; {trainer.parent.name}: {error}"
+            print(f"warning: going back to an earlier checkpoint{broken}")
+            os.replace(trainer.parent, f"{trainer.parent}.broken")
+            continue
+        if progress["step"] < max_steps:
+            return str(trainer.parent), progress
+        is_at = f"{output_dir} is at step {progress['step']}"
+        raise FlagError(f"--max-steps {max_steps}: {is_at}; ask for more steps")
+    fix = "--save-every writes them; without --resume, use another --output-dir"
+    raise FlagError(f"--resume: {output_dir} has no checkpoint to go on from{broken}; {fix}")
+
+
+def step_of(trainer: Path) -> int:
+    return int(trainer.parent.name.removeprefix("step_"))
+
+
+def digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @torch.no_grad()
@@ -82,9 +109,15 @@ def trainer_state(parts: dict) -> dict:
 def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progress: dict) -> None:
     """Writes the folder `path`, which is there complete or not at all. Every rank must call it.
 
-    `parts` are the (model, optimizer) pairs to go on with, by name; `progress` is JSON with the key `step`.
+    `parts` are the (model, optimizer) pairs to go on with, by name; `progress` is JSON with the key `step`,
+    and may have `rollouts`. Raises OSError, before it writes, if the disk has too little space.
     """
     final, partial = Path(path), Path(f"{path}.partial")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    # in fp32: weights, two averages, and the model once more
+    needed = 16 * sum(weight.numel() for model, _ in parts.values() for weight in model.parameters())
+    if (free := shutil.disk_usage(final.parent).free) < needed:
+        raise OSError(f"{needed / 2**30:.3g} GiB are needed, {final.parent} has {free / 2**30:.3g}")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
@@ -92,14 +125,17 @@ def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progres
     try:
         dcp.save(trainer_state(parts), checkpoint_id=partial / "trainer")
     except CheckpointException as error:  # no Exception: Ray would say that the process died
-        raise OSError(str(error)) from error
+        raise OSError(f"{error}\n{partial} could not be written; is the disk full?") from error
     if rank == 0:
-        (partial / "progress.json").write_text(json.dumps(progress))
+        dump_rollouts(str(partial / "trainer"), progress["step"], progress.pop("rollouts", []))
+        files = {file.name: digest(file) for file in (partial / "trainer").iterdir()}
+        (partial / "progress.json").write_text(json.dumps(progress | {"files": files}))
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
-        others = set(final.parent.glob("step_*")) - {final}
-        for other in others:
-            shutil.rmtree(other if other.suffix == ".partial" else other / "trainer", ignore_errors=True)
+        for failed in final.parent.glob("*.partial"):
+            shutil.rmtree(failed)
+        for older in sorted(final.parent.glob("step_*[0-9]/trainer"), key=step_of)[:-2]:
+            shutil.rmtree(older)
 
 
 def load_checkpoint(path: str, parts: dict) -> None:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import operator
 import os
+import signal
 import sys
 from dataclasses import astuple, is_dataclass
 from importlib.metadata import entry_points
@@ -51,16 +52,25 @@ def parse(args_class, command_line: list[str] | None = None):
 
 
 def run(main, args) -> None:
-    """`main(args)` as a program: a refused flag is one line and exit code 2, Ctrl-C is 130.
+    """`main(args)` as a program: a refused flag is one line and exit code 2, a signal 128 and its number.
 
     An error in the run has been named by the logger already; the process ends with it, so with exit code 1.
+    A run that lost a process or missed a deadline starts again, --fault-budget times.
     """
-    try:
-        main(args)
-    except FlagError as error:
-        refuse(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    from common.cluster import RunError, signals  # it imports this module
+
+    while True:
+        try:
+            return main(args)
+        except FlagError as error:
+            refuse(error)
+        except KeyboardInterrupt:
+            sys.exit(128 + (signals or [signal.SIGINT])[0])
+        except RunError:
+            if signals or not args.save.fault_budget:
+                raise
+            args.save.fault_budget, args.save.resume = args.save.fault_budget - 1, True
+            print("starting again from the last checkpoint", flush=True)
 
 
 def check_ranges(args) -> None:
@@ -273,8 +283,8 @@ def check_shared(model: str, engine, parallel, data, save, debug, log) -> None:
         check_gpu_split(engine.num_engines, engine.engine_tp, parallel.num_trainers, gpus)
     if replayed := debug.replay_rollouts:
         check_path("--replay-rollouts", replayed, "step_000000.jsonl")
-        if parallel.num_trainers > 1 or save.resume:
-            raise FlagError(f"--replay-rollouts {replayed}: one process; leave out --num-trainers, --resume")
+        if parallel.num_trainers > 1:
+            raise FlagError(f"--replay-rollouts {replayed}: one process; leave out --num-trainers")
     if debug.eval_only and save.resume:
         raise FlagError("--eval-only --resume: give the checkpoint's folder as --model instead")
     check_files(save, log)

@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import signal
 import time
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +14,12 @@ from annotated_types import Gt, Lt
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from common.checks import check_gpu_split
+from common.sample import Rollout
+from common.sample_queue import pack_group, unpack_group
 
 DEATHS = (RayActorError, OutOfMemoryError)
 ROOT_CAUSE_S = 3.0  # how long an error waits for the news that a process died, which may have caused it
-
+RESCUE_S = 300.0  # how long a run that ends early waits for its trainers, to save what they have
 
 OUT_OF_MEMORY = "; lower --micro-batch-tokens (trainer), --gpu-memory-utilization, --kv-cache-gb (engine)"
 LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for a request to find the machine's outside address
@@ -37,10 +41,18 @@ class RunError(RuntimeError):
     """Something that the run needs has died, failed or missed its deadline; the message says which."""
 
 
-def start(num_actors: int, output_dir: str) -> None:
+class Stopped(KeyboardInterrupt):
+    """A signal asked the run to end."""
+
+
+signals: list[int] = []  # that asked for the end
+
+
+def start(num_actors: int, output_dir: str, grace_s: float = 0.0) -> None:
     """A local Ray, or the cluster that RAY_ADDRESS names. The processes get this folder on their path.
 
-    What they print goes to files, which `output_dir/logs` leads to.
+    What they print goes to files, which `output_dir/logs` leads to. With a `grace_s`, the first signal ends
+    the run at its next wait, where it can be saved; a second one, or so many seconds, end it anywhere.
     """
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
@@ -55,6 +67,15 @@ def start(num_actors: int, output_dir: str) -> None:
     link = Path(output_dir, "logs")
     link.unlink(missing_ok=True)
     link.symlink_to(Path(context.address_info["session_dir"], "logs"))
+
+    def on_signal(number: int, frame) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            raise KeyboardInterrupt("told twice, or not saved within --grace-s")
+        signal.setitimer(signal.ITIMER_REAL, grace_s)
+
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGALRM") if grace_s else ():  # ray.init sets its own
+        signal.signal(getattr(signal, name), on_signal)
 
 
 def host() -> str:
@@ -83,28 +104,66 @@ def split_gpus(num_engines: int, engine_tp: int, num_trainers: int) -> tuple[flo
     return available / wanted, engines, [sees(rank, 1) for rank in range(num_trainers)]
 
 
-class Run:
+class Run(contextlib.AbstractContextManager):
     """The actors of a run, and waiting for their results while every one of them is watched.
 
     A queue that nobody fills looks like a slow one; the process that died is what the user needs to hear of.
+    As a context manager it ends every process of the run, however its block is left, and saves what is
+    trained first if that was by a RunError or a signal.
     """
 
-    def __init__(self, timeout_s: float):
+    def __init__(self, timeout_s: float, output_dir: str = "", step: int = 0):
         self.timeout_s = timeout_s  # of a wait, where the call does not say otherwise
+        self.output_dir, self.ending = output_dir, False
+        self.saved, self.update = step, (step, [])  # the newest update: steps trained with it, its calls
         self.queue, self.store, self.workers, self.trainers = None, None, [], []
         self.probe_ids, self.probes, self.last_refit = [], [], {}  # of the refit in flight
         self.actors: dict[str, ray.actor.ActorHandle] = {}
         self.pings: dict[ray.ObjectRef, str] = {}
         self.tasks: dict[ray.ObjectRef, str] = {}  # calls that last as long as the run, by what they are
 
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, RunError | Stopped):
+            self._rescue()
+        ray.shutdown()
+
+    def _rescue(self) -> None:
+        """Saves what is trained, if the trainers and the queue live: they are all that it takes."""
+        self.ending, self.actors, self.tasks, self.pings = True, {}, {}, {}
+        (step, update), self.timeout_s = self.update, RESCUE_S
+        try:
+            self.get(update, "the newest update")
+            if step > self.saved:
+                print(f"saved {self.save(step)}", flush=True)
+        except RunError as lost:
+            print(f"not saved: {lost}", flush=True)
+
+    def save(self, step: int) -> str:
+        """A checkpoint of `step` trained steps, and of the groups that are finished. Returns its folder."""
+        path, queue, rollouts = f"{self.output_dir}/checkpoints/step_{step}", None, []
+        if self.queue:
+            queue, groups = self.get(self.queue.snapshot.remote(step), "the queue")
+            for group in groups:
+                with contextlib.suppress(RayError):  # it was lost with its engine: it is sampled again
+                    rollouts += unpack_group(group, lambda reference: ray.get(reference, timeout=60))
+        progress = ray.put({"step": step, "queue": queue, "rollouts": rollouts})
+        self.get(self.ask(self.trainers, "save", path, progress), "saving")
+        self.saved = step
+        return path
+
+    def restore(self, rollouts: list[Rollout]) -> None:
+        """Puts the groups of a checkpoint back into the queue, before any engine gets a ticket."""
+        groups = [
+            (ticket, list(group)) for ticket, group in groupby(rollouts, lambda rollout: rollout.ticket)
+        ]
+        self.get([self.queue.restore.remote(ticket, *pack_group(group)[1:]) for ticket, group in groups])
+
     def spawn(self, name: str, actor_class: type, arguments: list[tuple], options: list[dict]) -> list:
         """One actor for each tuple of constructor arguments and dict of Ray's options, called `name`, or
         `name` 0, 1, ... if several."""
         remote = ray.remote(actor_class)
-        handles = [
-            remote.options(num_cpus=0, **own).remote(*each)
-            for each, own in zip(arguments, options, strict=True)
-        ]
+        pairs = zip(arguments, options, strict=True)
+        handles = [remote.options(num_cpus=0, **own).remote(*each) for each, own in pairs]
         names = [name if len(handles) == 1 else f"{name} {index}" for index in range(len(handles))]
         self.actors |= dict(zip(names, handles, strict=True))
         return handles
@@ -119,10 +178,12 @@ class Run:
 
     def get(self, refs, what: str = "a result", timeout_s: float | None = None):
         """Like `ray.get`. Raises RunError as soon as anything that is watched has died, and at the
-        deadline."""
+        deadline; Stopped after a signal."""
         timeout_s = timeout_s or self.timeout_s
         pending, deadline = refs if isinstance(refs, list) else [refs], time.monotonic() + timeout_s
         while pending:
+            if signals and not self.ending:
+                raise Stopped(f"{signal.Signals(signals[0]).name} while waiting for {what}")
             done, _ = ray.wait([*pending, *self.tasks, *self.pings], timeout=1.0)
             for ref in done:
                 try:
@@ -174,17 +235,8 @@ class Run:
             cause = error.cause
             last_line = str(cause).strip().splitlines()[-1:] or [""]
             memory = isinstance(cause, MemoryError) or "out of memory" in str(cause).lower()
-            hint = OUT_OF_MEMORY if memory else ""
-            raise RunError(f"{what}: {type(cause).__name__}: {last_line[0]}{hint}") from error
+            why = f"{type(cause).__name__}: {last_line[0]}{OUT_OF_MEMORY if memory else ''}"
+            raise RunError(f"{what}: {why}") from error
         except RayError as error:  # Ray ended it, or lost its result
             hint = OUT_OF_MEMORY if isinstance(error, OutOfMemoryError) else ""
             raise RunError(f"{what}: {type(error).__name__}{hint}") from error
-
-
-@contextlib.contextmanager
-def session():
-    """Ends every process of the run when its block is left, however it is left."""
-    try:
-        yield
-    finally:
-        ray.shutdown()

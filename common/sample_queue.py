@@ -54,6 +54,7 @@ class SampleQueue:
         self.next_ticket_number, self.again = progress["next_ticket"], deque(progress["again"])
         self.admitted = 0  # tickets handed out here and not dropped
         self.finished: dict[int, object] = {}
+        self.taken: tuple[int, dict] = (-1, {})  # the newest batch: its step, its groups by ticket
         self.drops_in_a_row = 0
         self.drops: dict[str, tuple[int, str]] = {}  # by reason: how many, the last one's detail
         self.running: dict[int, float] = {}  # ticket -> start time
@@ -113,7 +114,7 @@ class SampleQueue:
 
     def _next_batch(self) -> list[int]:
         """The tickets of the next step, as many of them as are known."""
-        known = self.finished if self.order == "arrival" else [*self.finished, *self.running]
+        known = self.finished if self.order == "arrival" else [*self.finished, *self.running, *self.again]
         return sorted(known)[: self.groups_per_step]
 
     def _is_ready(self) -> bool:
@@ -128,9 +129,9 @@ class SampleQueue:
         if self.version != step:
             raise RuntimeError(f"step {step} at version {self.version}: a refit is missing")
         await self._wait_until(self._is_ready)
-        groups = [(ticket, self.finished.pop(ticket)) for ticket in self._next_batch()]
+        self.taken = step, {ticket: self.finished.pop(ticket) for ticket in self._next_batch()}
         drops, self.drops = self.drops, {}
-        return groups, drops
+        return list(self.taken[1].items()), drops
 
     async def set_version(self, version: int) -> None:
         """The engines now hold `version`; admission moves on. A repeat of the same version adds nothing."""
@@ -154,3 +155,17 @@ class SampleQueue:
         """Where the data stands once the running step is trained, for `SampleQueue(progress=...)`."""
         again = sorted([*self.running, *self.finished, *self.again])
         return {"next_ticket": self.next_ticket_number, "again": again}
+
+    async def snapshot(self, trained: int) -> tuple[dict, list]:
+        """`progress` when `trained` steps are, also if the newest batch is not; and the finished groups."""
+        if self.taken[0] >= trained:
+            self.finished |= self.taken[1]
+        return await self.progress(), list(self.finished.values())
+
+    async def restore(self, ticket: int, *pieces) -> None:
+        """A finished group of the run before. Where admission would not let it start, it is sampled again."""
+        before = sum(other < ticket for other in [*self.again, *self.finished])
+        if before < self.groups_per_step * (self.max_staleness + 1):
+            self.again.remove(ticket)
+            self.finished[ticket] = pieces
+            self.admitted += 1

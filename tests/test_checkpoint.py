@@ -3,8 +3,12 @@
 import copy
 import json
 import os
+import resource
+import shutil
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +22,7 @@ from common.logprobs import LogprobHead
 from common.models import char_tokenizer, make_tiny
 from common.parallel import build_model, join_world
 from common.refit import connect_store, open_store
+from common.sample import Rollout, Segment
 from tests.ranks import on_two_ranks
 
 
@@ -144,17 +149,22 @@ def test_the_folder_is_a_model_that_transformers_loads(world, trained, tmp_path)
     ids = torch.tensor([tokenizer("What is 12 + 3?")["input_ids"]])
     assert ids.tolist() == [char_tokenizer()("What is 12 + 3?")["input_ids"]]
     assert torch.equal(model(ids).logits, trained[0](ids).logits)
-    assert json.loads((path / "progress.json").read_text()) == {"step": 3}
+    progress = json.loads((path / "progress.json").read_text())
+    assert progress.keys() == {"step", "files"} and progress["step"] == 3
+    assert progress["files"].keys() == {file.name for file in (path / "trainer").iterdir()}
 
 
-def test_only_the_newest_checkpoint_keeps_what_a_run_goes_on_from(world, trained, tmp_path):
-    for step in (2, 4, 10):
+def test_only_the_newest_two_checkpoints_keep_what_a_run_goes_on_from(world, trained, tmp_path):
+    for step in (2, 4, 9, 10):
         save(tmp_path, step, trained, queue={"next_ticket": step})
     folder = tmp_path / "checkpoints"
-    assert names_in(folder) == ["step_10", "step_2", "step_4"], "nothing partial is left"
-    assert [name for name in names_in(folder) if (folder / name / "trainer").exists()] == ["step_10"]
+    assert names_in(folder) == ["step_10", "step_2", "step_4", "step_9"], "nothing partial is left"
+    assert [name for name in names_in(folder) if (folder / name / "trainer").exists()] == [
+        "step_10",
+        "step_9",
+    ]
     assert all((folder / name / "model.safetensors").exists() for name in names_in(folder))
-    expected = str(folder / "step_10"), {"step": 10, "queue": {"next_ticket": 10}}
+    expected = str(folder / "step_10"), {"step": 10, "queue": {"next_ticket": 10}, "rollouts": []}
     assert starting_point(True, str(tmp_path), 11) == expected
 
 
@@ -163,7 +173,7 @@ def test_a_checkpoint_is_written_again_over_the_old_one(world, trained, tmp_path
     (path / "left over").touch()
     save(tmp_path, 3, trained, queue=2)
     assert not (path / "left over").exists()
-    assert starting_point(True, str(tmp_path), 4) == (str(path), {"step": 3, "queue": 2})
+    assert starting_point(True, str(tmp_path), 4) == (str(path), {"step": 3, "queue": 2, "rollouts": []})
 
 
 FAILURES = {
@@ -191,7 +201,7 @@ def test_a_full_disk_leaves_the_former_checkpoint_as_it_was(world, tiny, trained
         patch.setattr(*FAILURES[where], fail)
         with pytest.raises(OSError, match="No space left"):
             save(tmp_path, 5, later)
-    assert starting_point(True, str(tmp_path), 9) == (str(path), {"step": 3})
+    assert starting_point(True, str(tmp_path), 9) == (str(path), {"step": 3, "rollouts": []})
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     resumed = model, adamw(model)
     load_checkpoint(str(path), {"policy": resumed})
@@ -199,7 +209,8 @@ def test_a_full_disk_leaves_the_former_checkpoint_as_it_was(world, tiny, trained
     assert equal(moments(*resumed), moments(*trained)) == []
     save(tmp_path, 5, later)  # there is space again
     assert names_in(tmp_path / "checkpoints") == ["step_3", "step_5"]
-    assert starting_point(True, str(tmp_path), 9) == (str(tmp_path / "checkpoints" / "step_5"), {"step": 5})
+    progress = {"step": 5, "rollouts": []}
+    assert starting_point(True, str(tmp_path), 9) == (str(tmp_path / "checkpoints" / "step_5"), progress)
 
 
 def test_weights_of_another_run_go_in_and_nothing_else_does(world, tiny, trained, tmp_path):
@@ -234,8 +245,10 @@ def folder_with(output_dir: Path, name: str, text: str | None, trainer: bool = T
     folder.mkdir(parents=True)
     if trainer:
         (folder / "trainer").mkdir()
+        for step in range(20):
+            (folder / "trainer" / f"step_{step:06}.jsonl").touch()
     if text is not None:
-        (folder / "progress.json").write_text(text)
+        (folder / "progress.json").write_text(text.removesuffix("}") + ', "files": {}}')
     return folder
 
 
@@ -244,13 +257,98 @@ def test_incomplete_checkpoints_are_skipped(tmp_path):
     folder_with(tmp_path, "step_2", '{"step": 2}')
     folder_with(tmp_path, "step_6", None)
     folder_with(tmp_path, "step_8", "")
-    folder_with(tmp_path, "step_10", '{"step": 1')
+    (folder_with(tmp_path, "step_9", "") / "progress.json").write_text("")
+    (folder_with(tmp_path, "step_10", "") / "progress.json").write_text('{"step": 10, "files": {')
+    (folder_with(tmp_path, "step_11", "") / "progress.json").write_text('{"step": 11}')
     folder_with(tmp_path, "step_12", '{"step": 12}', trainer=False)
     folder_with(tmp_path, "step_14.partial", '{"step": 14}')
     folder_with(tmp_path, "step_16.partial", None)
     assert starting_point(True, str(tmp_path), 20) == (
-        str(good), {"step": 4, "queue": {"next_ticket": 9}},
+        str(good), {"step": 4, "queue": {"next_ticket": 9}, "rollouts": []},
     )  # fmt: skip
+
+
+DAMAGE = {
+    "truncated": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "one bit": lambda data: data[:-9] + bytes([data[-9] ^ 4]) + data[-8:],
+    "gone": None,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "step_000005.jsonl"])
+def test_a_damaged_checkpoint_is_set_aside_with_the_reason_and_the_one_before_it_loads(
+    world, tiny, trained, tmp_path, capsys, name, how
+):
+    path = save(tmp_path, 3, trained)
+    record = Segment(
+        token_ids=[1, 2], action_mask=[False, True], logprobs=[0.0, -0.5], versions=[-1, 4], turn_ends=[2],
+        finish_reason="stop",
+    )  # fmt: skip
+    later = copied(trained)
+    train(*later, range(3, 5))
+    newest = save(tmp_path, 5, later, rollouts=[Rollout("7.0", "g7", 7, "3", [record], [1.0])])
+    file = newest / "trainer" / name
+    if DAMAGE[how]:
+        file.write_bytes(DAMAGE[how](file.read_bytes()))
+    else:
+        file.unlink()
+    assert starting_point(True, str(tmp_path), 9) == (str(path), {"step": 3, "rollouts": []})
+    warning = capsys.readouterr().out
+    assert warning.startswith("warning: going back to an earlier checkpoint; step_5: ") and name in warning
+    assert names_in(tmp_path / "checkpoints") == ["step_3", "step_5.broken"]
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    load_checkpoint(str(path), {"policy": (model, adamw(model))})
+    assert equal(weights(model), weights(trained[0])) == []
+
+    (path / "trainer" / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(FlagError, match="--resume: .* no checkpoint to go on from; step_3: .*__0_0.distcp"):
+        starting_point(True, str(tmp_path), 9)
+
+
+def test_finished_rollouts_come_back_from_a_checkpoint_bit_for_bit(world, trained, tmp_path):
+    logprobs = np.array([0.0, -1 / 3, -1e-8], np.float32)
+    segment = Segment(
+        token_ids=np.array([5, 6, 7], np.int32), action_mask=np.array([False, True, True]), logprobs=logprobs,
+        versions=np.array([-1, 1, 2], np.int32), turn_ends=[3], finish_reason="length",
+        top_k=np.arange(12, dtype=np.float32).reshape(3, 2, 2) / 7,
+    )  # fmt: skip
+    rollouts = [Rollout(f"9.{g}", "g9", 9, "4", [segment], [0.1, 0.2], {"score": 0.3}) for g in range(2)]
+    rollouts[1].fail("timeout", "not over after 3 s")
+    save(tmp_path, 3, trained, rollouts=rollouts)
+    back = starting_point(True, str(tmp_path), 4)[1]["rollouts"]
+    assert [vars(r) | {"segments": None} for r in back] == [vars(r) | {"segments": None} for r in rollouts]
+    for rollout in back:
+        for name, value in vars(segment).items():
+            other = getattr(rollout.segments[0], name)
+            assert np.array_equal(other, value) and getattr(other, "dtype", 0) == getattr(value, "dtype", 0)
+
+
+def test_a_disk_that_is_too_full_is_seen_before_anything_is_written(world, trained, tmp_path, monkeypatch):
+    path = save(tmp_path, 3, trained)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1_000_000))
+    with pytest.raises(OSError, match="0.0013.* GiB are needed, .*checkpoints has 0.00093"):
+        save(tmp_path, 5, trained)
+    assert names_in(tmp_path / "checkpoints") == ["step_3"]
+    assert starting_point(True, str(tmp_path), 9)[0] == str(path)
+
+
+def test_a_write_that_the_system_refuses_leaves_the_former_checkpoint(world, trained, tmp_path):
+    """A limit on the size of files stands for a full disk: the write itself fails, half-way."""
+    path = save(tmp_path, 3, trained)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    in_model, in_state = (300_000, "os error 27"), (900_000, "step_5.partial could not be written")
+    for size, why in (in_model, in_state):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(Exception, match=why):
+                save(tmp_path, 5, trained)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert starting_point(True, str(tmp_path), 9) == (str(path), {"step": 3, "rollouts": []})
+    save(tmp_path, 5, trained)
+    assert names_in(tmp_path / "checkpoints") == ["step_3", "step_5"]
 
 
 def test_step_ten_is_newer_than_step_nine(tmp_path):
@@ -265,8 +363,8 @@ def test_a_run_without_a_checkpoint_or_past_its_end_is_refused_with_what_to_do(t
     folder_with(tmp_path, "step_4", '{"step": 4}')
     with pytest.raises(FlagError, match="--max-steps 4: .* is at step 4.*ask for more"):
         starting_point(True, str(tmp_path), 4)
-    assert starting_point(True, str(tmp_path), 5)[1] == {"step": 4}
-    assert starting_point(False, str(tmp_path), 4) == (None, {"step": 0, "queue": None})
+    assert starting_point(True, str(tmp_path), 5)[1] == {"step": 4, "rollouts": []}
+    assert starting_point(False, str(tmp_path), 4) == (None, {"step": 0, "queue": None, "rollouts": []})
 
 
 # --- Two ranks

@@ -163,8 +163,9 @@ def test_a_killed_run_with_an_own_reward_goes_on_and_its_steps_and_score_can_be_
     ]
     rows = again.read("metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(end))
-    assert rows[start]["mismatch/abs_mean"] <= 1e-5  # fp32 on both sides, and nothing is stale yet
-    assert rows[start]["staleness/max"] == 0
+    assert rows[start]["staleness/max"] <= 1  # groups that were finished before the kill are trained first
+    if rows[start]["staleness/max"] == 0:
+        assert rows[start]["mismatch/abs_mean"] <= 1e-5  # fp32 on both sides
 
     trained = dumped(tmp_path / "dump", end)
     tickets = [rollout["ticket"] for rollouts in trained for rollout in rollouts]

@@ -305,11 +305,7 @@ REFUSED = [
     ),
     (
         "grpo", "--replay-rollouts recorded --num-trainers 2", "--replay-rollouts recorded: one process; ",
-        "leave out --num-trainers, --resume",
-    ),
-    (
-        "grpo", "--replay-rollouts recorded --resume --output-dir ended", "--replay-rollouts recorded: ",
-        "leave out --num-trainers, --resume",
+        "leave out --num-trainers",
     ),
     (
         "grpo", "--eval-only --resume --output-dir ended", "--eval-only --resume: ",

@@ -231,7 +231,7 @@ def test_an_asynchronous_run_in_ticket_order_overlaps_and_trains_the_same_again_
     again.wait_for_rows(5)
     again.process.send_signal(signal.SIGINT)
     assert again.wait_for_end(TOLD_WITHIN_S) == 130, again.output()[-4000:]
-    after = again.output().partition("run ended: KeyboardInterrupt")[2]
+    after = again.output().partition("run ended: Stopped: SIGINT")[2]
     assert "Traceback" not in after and len(after.splitlines()) <= 4, after
     rows = again.read("metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(len(rows)))
@@ -258,9 +258,8 @@ def test_an_error_about_memory_says_which_flag_to_lower(tmp_path):
         def train_step(self):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    with cluster.session():
+    with cluster.Run(60) as run:
         cluster.start(1, str(tmp_path))
-        run = cluster.Run(60)
         (trainer,) = run.spawn("trainer", Trainer, [()], [{}])
         with pytest.raises(cluster.RunError, match="step 3.*out of memory.*lower --micro-batch-tokens"):
             run.get(trainer.train_step.remote(), "training step 3")
@@ -276,9 +275,8 @@ def test_a_dead_process_is_named_though_the_error_of_its_peer_comes_first(tmp_pa
         def send(self):
             raise RuntimeError("connection reset by peer")
 
-    with cluster.session():
+    with cluster.Run(60) as run:
         cluster.start(2, str(tmp_path))
-        run = cluster.Run(60)
         (engine,), (trainer,) = (
             run.spawn("engine", Engine, [()], [{}]),
             run.spawn("trainer", Trainer, [()], [{}]),

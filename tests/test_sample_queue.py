@@ -397,6 +397,70 @@ def test_a_run_that_is_killed_again_before_it_has_caught_up_loses_nothing(order)
     asyncio.run(scenario())
 
 
+async def killed_with_5_6_and_9_done(order: str, trained_steps: int) -> SampleQueue:
+    """P = 4, bound 2: a run that is killed after step 0's batch, 0..3, was taken; then it goes on."""
+    queue = SampleQueue(4, 2, order)
+    await queue.set_version(0)
+    assert await tickets_without_waiting(queue) == list(range(12))
+    await finish(queue, [0, 1, 2, 3, 9, 5, 6])
+    assert await trained(queue, 0) == [0, 1, 2, 3]
+    progress, groups = await queue.snapshot(trained_steps)
+    first = 4 * trained_steps  # without the update, the batch is still to be trained
+    assert progress == {"next_ticket": 12, "again": list(range(first, 12))}
+    done = [*range(first, 4), 5, 6, 9]
+    assert sorted(groups) == [f"group {ticket}" for ticket in done]
+
+    queue = SampleQueue(4, 2, order, trained_steps, json.loads(json.dumps(progress)))
+    for ticket in done:
+        await queue.restore(ticket, f"group {ticket}")
+    await queue.set_version(trained_steps)
+    given = await tickets_without_waiting(queue)
+    expected = [ticket for ticket in range(first, 16) if ticket not in done]
+    assert given == expected[: 12 - len(done)], "those that are done count for admission"
+    return queue
+
+
+@pytest.mark.parametrize("order, batch", [("arrival", [4, 5, 6, 9]), ("ticket", [4, 5, 6, 7])])
+def test_groups_that_were_finished_before_a_checkpoint_are_trained_after_it(order, batch):
+    async def scenario():
+        queue = await killed_with_5_6_and_9_done(order, 1)
+        await finish(queue, [4, 7] if order == "ticket" else [4], 1)
+        assert await trained(queue, 1) == batch
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("order", ["arrival", "ticket"])
+def test_a_batch_that_was_taken_and_not_trained_is_in_the_checkpoint(order):
+    async def scenario():
+        queue = await killed_with_5_6_and_9_done(order, 0)
+        assert await trained(queue, 0) == [0, 1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_in_ticket_order_restored_groups_wait_for_the_tickets_before_them():
+    """P = 2: 3 and 4 are done when the run dies, 2 is not. It goes on with 2 and 3, also with a bound of 0."""
+
+    async def scenario(bound: int):
+        queue = SampleQueue(2, bound, "ticket", 1, {"next_ticket": 6, "again": [2, 3, 4, 5]})
+        for ticket in (3, 4):
+            await queue.restore(ticket, f"group {ticket}")
+        await queue.set_version(1)
+        assert not queue._is_ready()
+        given = await tickets_without_waiting(queue)
+        assert given == ([2] if bound == 0 else [2, 5])
+        assert set(queue.finished) == ({3} if bound == 0 else {3, 4}), "past admission: it is sampled again"
+        await finish(queue, [2], 1)
+        assert await trained(queue, 1) == [2, 3]
+        await queue.set_version(2)
+        more = await tickets_without_waiting(queue)
+        assert more == ([4, 5] if bound == 0 else [6, 7])
+
+    for bound in (0, 1):
+        asyncio.run(scenario(bound))
+
+
 @pytest.mark.parametrize("before, after", [("arrival", "ticket"), ("ticket", "arrival")])
 def test_the_order_may_change_when_a_run_goes_on(before, after):
     """Arrival order trained 0, 2 and 3, 4 while 1 ran: in ticket order it is 1 that comes next."""

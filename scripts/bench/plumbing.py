@@ -112,7 +112,7 @@ def through_multiprocessing() -> float:
 def main() -> None:
     from common import cluster
 
-    with cluster.session():
+    with cluster.Run(0):
         ray.init(
             include_dashboard=False, logging_level="ERROR", log_to_driver=False, num_cpus=4,
             _node_ip_address=cluster.LOOPBACK, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},

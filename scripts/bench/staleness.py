@@ -79,10 +79,10 @@ class Trainer(grpo.Trainer):
 
 
 class Bench:
-    def __init__(self, args: grpo.Args, log: Logger):
-        self.args, self.version, self.queues = args, 0, []
-        self.weights = resolve_model(args.model)
-        self.run = grpo.start_run(args, log, Worker, Trainer, None, {"step": 0, "queue": None})
+    def __init__(self, args: grpo.Args, log: Logger, run: cluster.Run):
+        self.args, self.version, self.queues, self.run = args, 0, [], run
+        self.weights, new = resolve_model(args.model), {"step": 0, "queue": None, "rollouts": []}
+        grpo.start_run(args, log, Worker, Trainer, None, new, run)
 
     def setting(
         self, *, bound: int, order: str, seed=1, correction="tis", kind="even", mean_s=0.0, minibatches=1,
@@ -255,8 +255,8 @@ def main(what: str) -> None:
     args.log.output_dir = tempfile.mkdtemp()
     grpo.check_flags(args)
     args.lr = 1e-3
-    with Logger(args.log.output_dir, {}, 1, ("reward/mean",)) as log, cluster.session():
-        {"bounds": bounds, "stress": stress}[what](Bench(args, log))
+    with Logger(args.log.output_dir, {}, 1, ("reward/mean",)) as log, cluster.Run(1800) as run:
+        {"bounds": bounds, "stress": stress}[what](Bench(args, log, run))
 
 
 if __name__ == "__main__":
