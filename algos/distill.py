@@ -517,21 +517,21 @@ def check_probe(run: Run) -> None:
 
 
 # [shared:start_run]
-def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | None, progress: dict) -> Run:
+def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | None, progress: dict, run):
     """Ray, queue, engines and trainers, up to the first refit, after which rollouts start. `checkpoint` and
     `progress` are those of the run that goes on, if one does."""
     engine, deadline, num_trainers = args.engine, args.deadline, args.parallel.num_trainers
     num_workers = engine.num_engines * engine.engine_tp
     model_path = resolve_model(args.model)
     log.phase("ray: starting")
-    cluster.start(num_workers + num_trainers, args.log.output_dir)
-    run = Run(deadline.step_timeout_s)
+    cluster.start(num_workers + num_trainers, args.log.output_dir, args.save.grace_s)
     run.store = open_store(cluster.host(), deadline.start_timeout_s)  # where all processes meet
     store = (run.store.host, run.store.port)
     gpus, engine_gpus, trainer_gpus = cluster.split_gpus(engine.num_engines, engine.engine_tp, num_trainers)
     dtype = resolve_dtype(model_path, engine.rollout_dtype, gpus > 0)
     plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
     (run.queue,) = run.spawn("queue", SampleQueue, [plan], [{"max_concurrency": 10_000}])
+    run.restore(progress["rollouts"])
     log.phase(f"{num_workers} x vLLM ({dtype}), {num_trainers} x FSDP2, {gpus:.3g} GPUs for each")
     engines = list(range(engine.num_engines))
     run.workers = run.spawn("engine", worker_class, [()] * len(engines), engine_gpus)
@@ -549,10 +549,8 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
         log.phase(f"weights of {checkpoint or args.save.init_from}, policy version {progress['step']}")
     check_probe(run)
     log.phase(f"refit gate passed: {sent['bytes'] / 1e6:.3g} MB by {sent['mode']}")
-    if args.debug.eval_only:
-        return run
-    run.tasks = {ref: f"engine {i}" for i, ref in enumerate(run.ask(run.workers, "produce", run.queue))}
-    return run
+    if not args.debug.eval_only:
+        run.tasks = {ref: f"engine {i}" for i, ref in enumerate(run.ask(run.workers, "produce", run.queue))}
 
 
 # [/shared:start_run]
@@ -573,13 +571,13 @@ def check_flags(args: Args) -> int:
 
 
 # [shared:main]
-def replay(args: Args, log: Logger) -> None:
+def replay(args: Args, log: Logger, checkpoint: str | None, first_step: int) -> None:
     """Trains from recorded rollouts in this very process: no Ray, no engine, and breakpoints work."""
     trainer = Trainer(args, resolve_model(args.model), 0, torch.cuda.is_available())
     store = open_store(cluster.LOOPBACK, args.deadline.start_timeout_s)
     log.phase(trainer.setup(store.host, store.port, "float32", num_workers=0))
-    trainer.load(None, args.save.init_from)
-    for step in range(args.max_steps):
+    trainer.load(checkpoint, args.save.init_from)
+    for step in range(first_step, args.max_steps):
         clock, rollouts = Stopwatch(), read_rollouts(args.debug.replay_rollouts, step)
         lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
         rows, advantages = make_rows(rollouts, args)
@@ -588,9 +586,10 @@ def replay(args: Args, log: Logger) -> None:
             (share,) = make_minibatches(rows, args, step)
             row |= training_metrics([trainer.train_step(share, row["lr"], None)])
         clock.lap("time/step")
+        if step + 1 == args.max_steps or args.save.save_every and (step + 1) % args.save.save_every == 0:
+            path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
+            trainer.save(path, {"step": step + 1, "queue": None})
         log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
-    path = f"{args.log.output_dir}/checkpoints/step_{args.max_steps}"
-    trainer.save(path, {"step": args.max_steps, "queue": None})
     log.summary({"checkpoint": path})
 
 
@@ -605,15 +604,16 @@ def main(args: Args) -> None:
     if args.debug.dry_run:
         return print(plan)
     checkpoint, progress = starting_point(args.save.resume, args.log.output_dir, args.max_steps)
-    env, empty_steps, config = env_name(args.eval_env or args.env), 0, asdict(args)
+    env, empty_steps = env_name(args.eval_env or args.env), 0
+    config = asdict(args) | {"tasks": num_tasks}  # a run that goes on warns of what has changed
     headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
     trackers = open_trackers(args.log, config, progress["step"])
     log = Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers)
-    with log, cluster.session():
+    with log, Run(args.deadline.step_timeout_s, args.log.output_dir, progress["step"]) as run:
         log.console.print(plan)
         if args.debug.replay_rollouts:
-            return replay(args, log)
-        run = start_run(args, log, RolloutWorker, Trainer, checkpoint, progress)
+            return replay(args, log, checkpoint, progress["step"])
+        start_run(args, log, RolloutWorker, Trainer, checkpoint, progress, run)
         if args.debug.eval_only:
             scores = run.get(run.ask(run.workers, "evaluate"), "evaluation")
             return log.summary(score_metrics(f"eval/{env}", scores))
@@ -645,6 +645,7 @@ def main(args: Args) -> None:
                 profiled = 1 <= step - progress["step"] <= args.debug.profile_steps
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
                 training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
+                run.update = step + 1, training
                 row |= training_metrics(run.get(training, f"training step {step}"))
             empty_steps = 0 if rows and row.get("skipped_frac", 0) < 1 else empty_steps + 1
             if empty_steps == 3:
@@ -663,9 +664,7 @@ def main(args: Args) -> None:
 
             # how it went
             if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
-                path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
-                progress_now = {"step": step + 1, "queue": run.get(run.queue.progress.remote(), "the queue")}
-                run.get(run.ask(run.trainers, "save", path, progress_now), "saving")
+                path = run.save(step + 1)
             clock.lap("time/save")
             ticks += [run.ask(run.workers, "stats")]
             if last:
