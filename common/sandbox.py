@@ -25,17 +25,20 @@ from pathlib import Path
 RUNNER = Path(__file__).with_name("envs") / "box.py"  # waits in a box for the code, and becomes it
 START_S, FIRST_UID = 30.0, 1 << 30  # a box is up, and down, within that time; users that own nothing
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
-FIX = """. Model-written code needs bubblewrap (apt install bubblewrap) and Linux namespaces, which a container
-may withhold. --unsafe-sandbox runs it as any program of yours, with your files and your network."""
+ALWAYS = """--die-with-parent --new-session --cap-drop ALL --unshare-ipc --unshare-pid --unshare-net
+--unshare-uts --unshare-cgroup-try --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib
+--symlink usr/lib64 /lib64 --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache --dev /dev"""
+FIX = """. Model-written code needs bubblewrap (apt install bubblewrap) and Linux namespaces, which a
+container may withhold. --unsafe-sandbox runs it as any program of yours, with your files and your network."""
 
-# What the system call filter denies, by machine: AUDIT_ARCH of the kernel; clone, socket; then new namespaces
-# (unshare, setns), memory that no limit counts (memfd_create, memfd_secret, shmget, semget, msgget), and doors
-# to the kernel that have been found open before (add_key, request_key, keyctl, ptrace, bpf, process_vm_readv
-# and _writev, perf_event_open, userfaultfd, io_uring_setup). What needs a capability is out of reach anyway.
+# Of the system call filter, by machine: AUDIT_ARCH; clone, socket; what it denies: new namespaces (unshare,
+# setns), memory that no limit counts (memfd_create, memfd_secret, shmget, semget, msgget), and doors to the
+# kernel that have been found open before (add_key, request_key, keyctl, ptrace, bpf, process_vm_readv and
+# _writev, perf_event_open, userfaultfd, io_uring_setup). What needs a capability is out of reach anyway.
 X86 = "56 41 272 308 319 447 29 64 68 248 249 250 101 321 310 311 298 323 425"
 ARM = "220 198 97 268 279 447 194 190 186 217 218 219 117 280 270 271 241 282 425"
 CALLS = {"x86_64": (0xC000003E, *map(int, X86.split())), "aarch64": (0xC00000B7, *map(int, ARM.split()))}
-CLONE3, X32, NEW_NAMESPACES, AF_UNIX = 435, 0x40000000, 0x7E020080, 1  # NEW_NAMESPACES: the flags CLONE_NEW*
+CLONE3, X32, AF_UNIX, NEW_NAMESPACES = 435, 0x40000000, 1, 0x7E020080  # the last: the flags CLONE_NEW*
 
 
 class SandboxError(RuntimeError):
@@ -49,8 +52,7 @@ class Result:
 
     output: str
     exit_code: int
-    stopped: str
-    seconds: float
+    stopped: str = ""
 
     @property
     def text(self) -> str:
@@ -66,16 +68,11 @@ def system_call_filter() -> bytes:
         raise SandboxError(f"no system call filter for {machine}, only for {', '.join(CALLS)}")
     arch, clone, socket, *denied = CALLS[machine]
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    values = (
-        0x7FFF0000,
-        0x80000000,
-        0x50001,
-        0x50026,
-    )  # the last two: EPERM, and ENOSYS, on which libc takes clone
+    values = 0x7FFF0000, 0x80000000, 0x50001, 0x50026  # EPERM, and ENOSYS: then libc turns to clone
     allow, kill, refuse, unknown = ((give, 0, 0, value) for value in values)
     program = [  # (code, instructions to skip if true, if false, value)
         (load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0), (at_least, 0, 1, X32), kill,
-        *(each for number in denied for each in ((equal, 0, 1, number), refuse)), (equal, 0, 1, CLONE3), unknown,
+        *(each for n in denied for each in ((equal, 0, 1, n), refuse)), (equal, 0, 1, CLONE3), unknown,
         (equal, 0, 4, clone), (load, 0, 0, 16), (any_bit, 0, 1, NEW_NAMESPACES), refuse, allow,
         (equal, 0, 3, socket), (load, 0, 0, 16), (equal, 1, 0, AF_UNIX), refuse, allow,
     ]  # fmt: skip
@@ -85,17 +82,14 @@ def system_call_filter() -> bytes:
 def bubblewrap(packages, disk_mb: int, as_root: bool) -> list[str]:
     """The command that makes a box. Real root gets no user namespace, as no process limit holds for root in
     one: there the runner takes a user id of its own."""
-    command = "bwrap --die-with-parent --new-session --cap-drop ALL --unshare-ipc --unshare-pid --unshare-net"
-    command += " --cap-add CAP_SETUID --cap-add CAP_SETGID" if as_root else " --unshare-user"
-    command += " --unshare-uts --unshare-cgroup-try --ro-bind /usr /usr --symlink usr/bin /bin"
-    command += " --symlink usr/lib /lib --symlink usr/lib64 /lib64"
-    command = f"{command} --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache".split()
+    user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if as_root else ["--unshare-user"]
+    command = ["bwrap", *ALWAYS.split(), *user]
     for path in [path for path in (sys.base_prefix, *packages) if not f"{path}/".startswith("/usr/")]:
         for parent in reversed(Path(path).parents[:-1]):  # by itself bubblewrap would let root alone pass
             command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind", path, path]
-    command += f"--dev /dev --remount-ro /dev --perms 1777 --size {disk_mb << 20} --tmpfs /tmp".split()
-    return [*command, "--ro-bind", str(RUNNER), "/box.py", "--chdir", "/tmp", "--remount-ro", "/"]
+    command += ["--ro-bind", str(RUNNER), "/box.py", "--perms", "1777", "--size", str(disk_mb << 20)]
+    return [*command, "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
 
 
 class Box:
@@ -123,8 +117,7 @@ class Box:
     def run(self, source: str, language: str) -> Result:
         if (said := self.read(time.monotonic() + START_S)) != b"up\n":
             raise SandboxError(f"a box did not start: {(said or b'').decode().strip()}{FIX}")
-        start, output, stopped = time.monotonic(), b"", ""
-        until = start + self.owner.timeout_s
+        until, output, stopped = time.monotonic() + self.owner.timeout_s, b"", ""
         uid = FIRST_UID + self.process.pid if self.owner.as_root else None  # the process limit counts by user
         task = self.owner.config | {"uid": uid, "source": source, "language": language}
         self.process.stdin.write(json.dumps(task).encode() + b"\n")
@@ -135,7 +128,7 @@ class Box:
             self.process.wait(0 if stopped else max(until - time.monotonic(), 0))
         self.kill()
         text = output[: self.owner.output_bytes].decode(errors="replace")
-        return Result(text, self.process.returncode, stopped, time.monotonic() - start)
+        return Result(text, self.process.returncode, stopped)
 
     def kill(self) -> None:
         """Ends what still runs and waits until all of it is gone: it falls with the first process inside, and
