@@ -29,7 +29,7 @@ ALWAYS = """--die-with-parent --new-session --cap-drop ALL --unshare-ipc --unsha
 --unshare-uts --unshare-cgroup-try --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib
 --symlink usr/lib64 /lib64 --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache --dev /dev"""
 FIX = """. Model-written code needs bubblewrap (apt install bubblewrap) and Linux namespaces, which a
-container may withhold. --unsafe-sandbox runs it as any program of yours, with your files and your network."""
+container may withhold. --unsafe-sandbox runs it as any program of yours, with your files and network.""".replace("\n", " ")
 
 # Of the system call filter, by machine: AUDIT_ARCH; clone, socket; what it denies: new namespaces (unshare,
 # setns), memory that no limit counts (memfd_create, memfd_secret, shmget, semget, msgget), and doors to the
@@ -83,13 +83,13 @@ def bubblewrap(packages, disk_mb: int, as_root: bool) -> list[str]:
     """The command that makes a box. Real root gets no user namespace, as no process limit holds for root in
     one: there the runner takes a user id of its own."""
     user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if as_root else ["--unshare-user"]
-    command = ["bwrap", *ALWAYS.split(), *user]
+    size = ["--perms", "1777", "--size", str(disk_mb << 20), "--tmpfs", "/tmp"]
+    command = ["bwrap", *ALWAYS.split(), *user, *size, "--ro-bind", str(RUNNER), "/box.py"]
     for path in [path for path in (sys.base_prefix, *packages) if not f"{path}/".startswith("/usr/")]:
         for parent in reversed(Path(path).parents[:-1]):  # by itself bubblewrap would let root alone pass
-            command += ["--perms", "0755", "--dir", str(parent)]
+            command += [] if str(parent) == "/tmp" else ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind", path, path]
-    command += ["--ro-bind", str(RUNNER), "/box.py", "--perms", "1777", "--size", str(disk_mb << 20)]
-    return [*command, "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
+    return [*command, "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
 
 
 class Box:
