@@ -32,6 +32,7 @@ ALGORITHMS = {
     "grpo": ["--prompts-per-step", "8", "--group-size", "8"],
     "ppo": ["--prompts-per-step", "64", "--max-in-flight", "64"],
 }
+FILES = {"PythonEnv": "python_tool.py", "PythonAgent": "python_agent.py"}
 # how the policy asks for code to be run: max_new_tokens, and the text around the code
 CALLS = {
     "PythonEnv": (32, "```python\n{}\n```"),
@@ -75,7 +76,7 @@ def start(kind: str) -> str:
 def curve(algorithm: str, kind: str, seed: int, lr: str | None = None) -> dict:
     """By step: mean reward, share of rollouts that call, calls and failed calls of one; greedy scores by step."""
     flags = ["--model", start(kind), *FLAGS.split(), *ALGORITHMS[algorithm], "--seed", str(seed)]
-    flags += ["--env", f"scripts/examples/python_tool.py:{kind}", "--max-new-tokens", str(CALLS[kind][0])]
+    flags += ["--env", f"scripts/examples/{FILES[kind]}:{kind}", "--max-new-tokens", str(CALLS[kind][0])]
     flags += ["--lr", lr] if lr else []
     name = f"{algorithm}-{kind}-{seed}" + (f"-lr{lr}" if lr else "")
     lines = (run(algorithm, FOLDER / name, flags) / "metrics.jsonl").read_text().splitlines()
