@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 ALGORITHMS = [path for path in sorted((ROOT / "algos").glob("*.py")) if path.name != "__init__.py"]
 COMMON = sorted((ROOT / "common").glob("*.py"))
 GLOSSARY = ROOT / "algos" / "README.md"
-DOCUMENTS = [path for path in (ROOT / "README.md", ROOT / "AGENTS.md", GLOSSARY) if path.exists()]
-GROUPS = "reward eval eval_end loss advantage ratio mismatch is gate staleness rollout time perf value moe"
+DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "docs" / "agents.md", GLOSSARY]
+GROUPS = "reward eval eval_end loss advantage ratio mismatch is gate staleness rollout time perf value moe tool env"
 KEY = re.compile(rf"({'|'.join(GROUPS.split())})(/[\w@*]+)+")
 BARE_KEYS = {"step", "grad_norm", "lr"}  # the metrics without a group
 
