@@ -70,7 +70,7 @@ class EnvFlags:
     env_timeout_s: Annotated[float, Gt(0)] = 60.0
     """Seconds that one reset() or step() may take; then its process is killed and the rollout invalid."""
     unsafe_sandbox: bool = False
-    """Run model-written code without a sandbox, with your files and network, where bubblewrap cannot be had."""
+    """Run model-written code without a sandbox, with your files and network, where there is no bubblewrap."""
 
 
 @dataclass

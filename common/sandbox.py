@@ -28,8 +28,8 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
 ALWAYS = """--die-with-parent --new-session --cap-drop ALL --unshare-ipc --unshare-pid --unshare-net
 --unshare-uts --unshare-cgroup-try --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib
 --symlink usr/lib64 /lib64 --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache --dev /dev"""
-FIX = """. Model-written code needs bubblewrap (apt install bubblewrap) and Linux namespaces, which a
-container may withhold. --unsafe-sandbox runs it as any program of yours, with your files and network.""".replace("\n", " ")
+FIX = """. Model-written code needs bubblewrap (apt install bubblewrap) and namespaces, which a container
+may withhold. --unsafe-sandbox runs it as any program, with your files and network""".replace("\n", " ")
 
 # Of the system call filter, by machine: AUDIT_ARCH; clone, socket; what it denies: new namespaces (unshare,
 # setns), memory that no limit counts (memfd_create, memfd_secret, shmget, semget, msgget), and doors to the

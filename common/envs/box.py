@@ -11,7 +11,7 @@ import traceback
 
 
 def become(source: str, language: str, uid: int | None, limits: dict[str, int], packages: list[str]) -> None:
-    """Runs Python, or a shell script ("sh"), as user `uid` (None: as it is) within `limits` by RLIMIT_ name."""
+    """Runs Python, or a shell script ("sh"), as user `uid` or as it is. `limits` are by name, less RLIMIT_."""
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     if uid is not None:
         os.setgroups([])
