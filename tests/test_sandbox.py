@@ -128,7 +128,7 @@ def test_environment_and_descriptors(box):
     shown = say(box, "import os\nprint(dict(os.environ))")
     assert KEY not in shown and "hunter2" not in shown
     assert set(eval(shown)) <= {"PATH", "HOME", "LANG", "PWD", "LC_CTYPE"}
-    secret = tempfile.TemporaryFile()
+    secret = tempfile.TemporaryFile()  # noqa: SIM115  open while the box is made
     os.set_inheritable(secret.fileno(), True)  # as careless libraries do
     code = """
         import os, stat

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.sandbox import Sandbox
 
-CODE, CALLS, PAUSE_S = "print(sum(range(1000)))", 200, 0.2
+CODE, CALLS, PAUSE_S = "print(sum(range(1000)))", 100, 0.2
 
 
 def milliseconds(call, calls: int = CALLS, pause_s: float = 0.0) -> dict[str, float]:

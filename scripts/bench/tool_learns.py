@@ -27,7 +27,7 @@ from scripts.examples.python_tool import PythonEnv
 
 FOLDER, KINDS, ROLLOUTS, SHARE = ROOT / "runs" / "tool_learns", ("PythonEnv", "PythonAgent"), 64, 1 / 7
 SFT = "--model tiny --max-steps 600 --batch-size 64 --eval-every 200 --lr 2e-3"
-FLAGS = "--max-steps 60 --eval-every 20 --lr 1e-3 --lr-end-ratio 0.3 --max-in-flight 8 --max-model-len 256"
+FLAGS = "--max-steps 60 --eval-every 20 --lr 4e-4 --lr-end-ratio 0.3 --max-in-flight 8 --max-model-len 256"
 ALGORITHMS = {
     "grpo": ["--prompts-per-step", "8", "--group-size", "8"],
     "ppo": ["--prompts-per-step", "64", "--max-in-flight", "64"],
