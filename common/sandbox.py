@@ -25,8 +25,8 @@ from pathlib import Path
 RUNNER = Path(__file__).with_name("envs") / "box.py"  # waits in a box for the code, and becomes it
 START_S, FIRST_UID = 30.0, 1 << 30  # a box is up, and down, within that time; users that own nothing
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
-ALWAYS = """--die-with-parent --new-session --cap-drop ALL --unshare-ipc --unshare-pid --unshare-net
---unshare-uts --dev /dev --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib
+ALWAYS = """--as-pid-1 --die-with-parent --new-session --cap-drop ALL --unshare-ipc --unshare-pid
+--unshare-net --unshare-uts --dev /dev --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib
 --symlink usr/lib64 /lib64 --perms 0755 --dir /etc --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache"""
 FIX = """. Model-written code needs bubblewrap (apt install bubblewrap) and namespaces, which a container
 may withhold. --unsafe-sandbox runs it as any program, with your files and network""".replace("\n", " ")

@@ -11,7 +11,7 @@ import traceback
 
 
 def become(source: str, language: str, uid: int | None, limits: dict[str, int], packages: list[str]) -> None:
-    """Runs Python, or a shell script ("sh"), as user `uid` or as it is. `limits` are by name, less RLIMIT_."""
+    """Runs Python, or a shell script ("sh"), as user `uid` or as it is. Limits are named less RLIMIT_."""
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     if uid is not None:
         os.setgroups([])
@@ -35,4 +35,12 @@ def skip(at):
 
 if __name__ == "__main__":
     os.write(1, b"up\n")
-    become(**json.loads(sys.stdin.readline()))
+    task = json.loads(sys.stdin.readline())
+    # This is the first process of the box; a child becomes the code. With this one ends all that the code has
+    # left running, and bubblewrap outside, which waits for this one, ends after that.
+    child = os.fork()
+    if child == 0:
+        become(**task)
+    else:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
