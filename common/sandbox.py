@@ -126,6 +126,7 @@ class Box:
             stopped = "timeout" if chunk is None else "output" * (len(output) > self.owner.output_bytes)
         with contextlib.suppress(subprocess.TimeoutExpired):  # it may have closed its output and go on
             self.process.wait(0 if stopped else max(until - time.monotonic(), 0))
+        stopped = stopped or "timeout" * (self.process.poll() is None)
         self.kill()
         text = output[: self.owner.output_bytes].decode(errors="replace")
         return Result(text, self.process.returncode, stopped)
