@@ -10,7 +10,7 @@ worth.
 """
 
 import contextlib
-import json
+import marshal
 import os
 import select
 import shutil
@@ -100,7 +100,7 @@ class Box:
         os.write(feed, owner.rules)
         os.close(feed)
         around = [*owner.bubblewrap, "--seccomp", str(rules)] if owner.bubblewrap else []
-        python = [os.path.realpath(sys.executable), "-IBuXutf8", "/box.py" if around else RUNNER]
+        python = [os.path.realpath(sys.executable), "-IBSuXutf8", "/box.py" if around else RUNNER]
         self.process = subprocess.Popen(
             [*around, *python], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             bufsize=0, pass_fds=[rules], env=ENVIRONMENT, cwd="/tmp", start_new_session=True,
@@ -120,7 +120,7 @@ class Box:
         until, output, stopped = time.monotonic() + self.owner.timeout_s, b"", ""
         uid = FIRST_UID + self.process.pid if self.owner.as_root else None  # the process limit counts by user
         task = self.owner.config | {"uid": uid, "source": source, "language": language}
-        self.process.stdin.write(json.dumps(task).encode() + b"\n")
+        self.process.stdin.write(marshal.dumps(task))
         while not stopped and (chunk := self.read(until)) != b"":
             output += chunk or b""
             stopped = "timeout" if chunk is None else "output" * (len(output) > self.owner.output_bytes)
@@ -144,7 +144,7 @@ class Box:
 
 class Sandbox:
     """Runs code in boxes with these limits, `warm` of them made ahead. Memory and CPU time are limited by
-    process, all else by box. `packages` are folders of Python packages that the code may import. Make it
+    process, all else by box. Of Python the code has the library alone, and folders of `packages`. Make it
     before the first episode: it tries a box, and raises SandboxError where that fails. A box ends with the
     thread that made it.
 
