@@ -1,13 +1,14 @@
 """An agent that learns to call its tool: `tiny` on products of two-digit numbers, which it cannot compute.
 
-    .venv/bin/python scripts/bench/tool_learns.py                     as an Env and as a ChatAgent, three seeds each
-    .venv/bin/python scripts/bench/tool_learns.py PythonEnv grpo 1    one of them, by one algorithm, with one seed
+    .venv/bin/python scripts/bench/tool_learns.py                    as an Env and as a ChatAgent, three seeds each
+    .venv/bin/python scripts/bench/tool_learns.py PythonEnv ppo 1    one of them, by PPO, with one seed
 
 The start is `tiny` after SFT on demonstrations of which one in seven calls the tool; the others answer at once,
 rightly, which so small a model cannot learn to do. From there on only the reward says that calling is better.
 Resumable: runs that are done are not repeated (runs/tool_learns/). Writes docs/tool_learns.json and a picture.
 """
 
+import itertools
 import json
 import random
 import subprocess
@@ -73,13 +74,15 @@ def start(kind: str) -> str:
     return json.loads((folder / "summary.json").read_text())["checkpoint"]
 
 
-def curve(algorithm: str, kind: str, seed: int, lr: str | None = None) -> dict:
+def curve(algorithm: str, kind: str, seed: int) -> dict:
     """By step: mean reward, share of rollouts that call, calls and failed calls of one; greedy scores by step."""
     flags = ["--model", start(kind), *FLAGS.split(), *ALGORITHMS[algorithm], "--seed", str(seed)]
     flags += ["--env", f"scripts/examples/{FILES[kind]}:{kind}", "--max-new-tokens", str(CALLS[kind][0])]
-    flags += ["--lr", lr] if lr else []
-    name = f"{algorithm}-{kind}-{seed}" + (f"-lr{lr}" if lr else "")
-    lines = (run(algorithm, FOLDER / name, flags) / "metrics.jsonl").read_text().splitlines()
+    lines = (
+        (run(algorithm, FOLDER / f"{algorithm}-{kind}-{seed}", flags) / "metrics.jsonl")
+        .read_text()
+        .splitlines()
+    )
     rows = [json.loads(line) for line in lines]
     scores = {row["step"]: row[f"eval/{kind}/mean"] for row in rows if f"eval/{kind}/mean" in row}
     scores[len(rows)] = rows[-1][f"eval_end/{kind}/mean"]
@@ -89,52 +92,40 @@ def curve(algorithm: str, kind: str, seed: int, lr: str | None = None) -> dict:
     }
 
 
-def main(kinds: list[str], algorithms: list[str], seeds: list[int]) -> None:
-    runs = [(algorithm, kind, seed, None) for kind in kinds for algorithm in algorithms for seed in seeds]
-    if not sys.argv[1:]:
-        runs += [("ppo", "PythonEnv", seed, None) for seed in seeds]  # with the reward of each turn
-        runs += [("grpo", "PythonEnv", 1, "0")]  # the control
-    results: dict[str, list] = {}
-    for algorithm, kind, seed, lr in runs:
-        got = curve(algorithm, kind, seed, lr)
-        results.setdefault(f"{algorithm} {kind}" + (f" --lr {lr}" if lr else ""), []).append(
-            {"seed": seed} | got
-        )
-        first, last = (
-            np.mean([got[k][part] for k in ("reward", "used")], 1).round(3)
-            for part in (slice(5), slice(-5, None))
-        )
-        print(f"{algorithm} {kind} {seed}: reward, used {first} to {last}; greedy {got['score']}", flush=True)
-    if sys.argv[1:]:
-        return
-    (ROOT / "docs" / "tool_learns.json").write_text(json.dumps(results) + "\n")
+def smooth(values: list[float]) -> np.ndarray:
+    """Means over five steps."""
+    return np.convolve(np.pad(values, 2, "edge"), np.ones(5) / 5, "valid")
+
+
+def draw(results: dict[str, list[dict]]) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), dpi=130, layout="constrained")
-    titles = {
-        "used": "rollouts that call the tool",
-        "reward": "mean reward",
-        "score": "greedy: right answers",
-    }
-    for axis, (what, title) in zip(axes, titles.items()):
-        for number, (name, parts) in enumerate(results.items()):
-            for part in parts:
-                points = part[what]
-                x = [int(step) for step in points] if what == "score" else range(len(points))
-                y = (
-                    list(points.values())
-                    if what == "score"
-                    else np.convolve(np.pad(points, 2, "edge"), np.ones(5) / 5, "valid")
-                )
-                axis.plot(
-                    np.array(x) * ROLLOUTS,
-                    y,
-                    color=f"C{number}",
-                    lw=1,
-                    label=name if part is parts[0] else None,
-                )
+    for color, (name, runs) in enumerate(results.items()):
+        for each in runs:
+            style = {"color": f"C{color}", "lw": 1, "label": name if each is runs[0] else None}
+            rollouts = ROLLOUTS * np.arange(len(each["used"]))
+            axes[0].plot(rollouts, smooth(each["used"]), **style)
+            axes[1].plot(rollouts, smooth(each["reward"]), **style)
+            scores = [(ROLLOUTS * int(step), score) for step, score in each["score"].items()]
+            axes[2].plot(*zip(*scores), marker="o", ms=3, **style)
+    for axis, title in zip(axes, ("rollouts that call the tool", "mean reward", "greedy: right answers")):
         axis.set(title=title, xlabel="rollouts", ylim=(-0.05, 1.05))
         axis.grid(alpha=0.3)
     axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(ROOT / "docs" / "tool_learns.png")
+
+
+def main(kinds: list[str], algorithms: list[str], seeds: list[int]) -> None:
+    results: dict[str, list[dict]] = {}
+    for algorithm, kind, seed in itertools.product(algorithms, kinds, seeds):
+        got = curve(algorithm, kind, seed)
+        results.setdefault(f"{algorithm} {kind}", []).append({"seed": seed} | got)
+        spans = {"first": slice(5), "last": slice(-5, None)}
+        for when, span in spans.items():
+            means = {name: float(np.mean(got[name][span]).round(3)) for name in ("used", "reward", "errors")}
+            print(f"{algorithm} {kind} {seed}, {when} five steps: {means}", flush=True)
+        print(f"  greedy: {got['score']}", flush=True)
+    (ROOT / "docs" / "tool_learns.json").write_text(json.dumps(results) + "\n")
+    draw(results)
 
 
 if __name__ == "__main__":
