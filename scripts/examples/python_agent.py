@@ -3,7 +3,7 @@
 --env scripts/examples/python_agent.py:PythonAgent
 """
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from common.agent import ChatAgent
 from common.env import Step
@@ -22,15 +22,17 @@ class PythonAgent(ChatAgent):
         env.reset(ctx.task)
         messages, rewards = [{"role": "user", "content": env.question}], []
         while len(rewards) < env.max_turns:
-            reply = client.chat.completions.create(model=ctx.model, messages=messages, tools=[TOOL])
+            try:
+                reply = client.chat.completions.create(model=ctx.model, messages=messages, tools=[TOOL])
+            except BadRequestError:  # the context is full
+                break
             messages.append(message := reply.choices[0].message)
             if not message.tool_calls:
                 last = env.step(message.content or "")
                 return Step([*rewards, last.reward], score=last.score, info=env.stats)
             rewards.append(0.0)
-            for (
-                call
-            ) in message.tool_calls:  # in the sandbox, what is no JSON, or has no code, fails as code does
+            # in the sandbox: arguments that are no JSON, or have no code, fail there as code does
+            for call in message.tool_calls:
                 step = env.call(f"import json; exec(json.loads({call.function.arguments!r})['code'])")
                 rewards[-1] += step.reward
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": step.observation})
