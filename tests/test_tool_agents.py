@@ -63,7 +63,9 @@ def test_the_python_tool_is_called_and_its_answer_used(contained, served, file, 
 @pytest.mark.parametrize("spec, turns", [
     ("guess_number.py:GuessNumber", 7), ("search_docs.py:SearchDocs", 4), ("file_task.py:FileTask", 6),
 ])  # fmt: skip
-def test_examples_play(contained, served, spec, turns):
+def test_examples_play(request, served, spec, turns):
+    if spec.startswith("file_task"):
+        request.getfixturevalue("contained")
     for rollout in play(served, EXAMPLES + spec, 2, max_new_tokens=12):
         assert rollout.invalid is None, rollout.info
         assert 1 <= len(rollout.turn_tokens) <= turns and rollout.num_actions == rollout.num_sampled > 0

@@ -1,7 +1,7 @@
 """The program that waits in a box of `common/sandbox.py` and becomes the code that it gets.
 
-It stands alone: a box has Python's own library and nothing of this repository but this file. It imports little,
-since starting Python is most of what a call costs: `site` and `json` would double it.
+It stands alone: a box has Python's own library and nothing of this repository but this file. It imports
+little, since starting Python is most of what a call costs: `site` and `json` would double it.
 """
 
 import builtins
