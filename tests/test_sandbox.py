@@ -582,6 +582,8 @@ def test_it_works_for_a_plain_user_as_for_root(tmp_path):
         )  # fmt: skip
     finally:
         shutil.rmtree(folder)
+    if "SandboxError: a box did not start" in done.stderr:
+        pytest.skip(f"plain users get no namespaces on this machine: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "False [] 42" and "True" in lines and lines[-1] == "-1"
