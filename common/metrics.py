@@ -115,7 +115,7 @@ def mismatch_metrics(log_ratio_BS: torch.Tensor, mask_BS: torch.Tensor) -> tuple
     difference, count, held = log_ratio_BS.abs(), mask_BS.sum(), log_ratio_BS.clamp(-20, 20)
     return {
         "mismatch/abs_mean": (difference.sum(), count),
-        "mismatch/k3": ((held.exp() - 1 - held).sum(), count),
+        "mismatch/k3": ((held.expm1() - held).sum(), count),
         "mismatch/exact_frac": ((mask_BS & (difference == 0)).sum(), count),
     }, {"mismatch/abs_max": difference.max()}
 

@@ -294,6 +294,7 @@ class Wire:
         if self.transport == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = 2 * timeout  # `finish` comes first: NCCL's own watchdog ends the process
+            options.is_high_priority_stream = True  # before the kernels that pack and place beside it
             self.data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self.store), *place, options)
 
     def send_object(self, value: dict) -> None:
@@ -396,6 +397,7 @@ class WeightSender:
         self.model, self.rank, self.timeout_s = model, rank, timeout_s
         self.dtype, self.wire, self.entries, self.sizes = getattr(torch, dtype), None, [], []
         self.slots: dict[int, tuple] = {}  # views of the tensors and of the gaps between them, by bucket
+        self.order: list[str] = []  # names, as they are sent
         self.last: list[int] = []  # the checksums of the payload before
 
     def join(self, store: dist.Store, num_trainers: int, num_workers: int) -> None:
@@ -409,9 +411,8 @@ class WeightSender:
 
         Every rank must call it: gathering the shards is a collective.
         """
-        first = not self.last
+        first, named = not self.last, self._named()
         if first and self.wire.member:
-            named = self.model.named_parameters()
             shapes = [(name, torch.empty(p.shape, dtype=self.dtype, device="meta")) for name, p in named]
             bucket_bytes = BUCKET_BYTES[self.wire.transport]
             self.entries, self.sizes = lay_out(checkpoint_tensors(shapes), bucket_bytes)
@@ -419,9 +420,20 @@ class WeightSender:
         layout = {"entries": [vars(entry) for entry in self.entries], "sizes": self.sizes} if first else {}
         self._announce({"version": version} | layout)
         for _ in range(1 + first):  # twice at the gate: to learn the way in, and to try it
-            hashes = self._send_buckets()
+            hashes = self._send_buckets(named)
         changed, self.last = hashes != self.last, hashes
         return {"version": version, "bytes": sum(self.sizes), "changed": changed}
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        """All parameters, with those that fill a bucket (embeddings, heads) in the middle: nothing overlaps
+        with packing the first bucket and placing the last one, so these should be small."""
+        named = dict(self.model.named_parameters())
+        if not self.order:
+            most = BUCKET_BYTES[self.wire.transport] // self.dtype.itemsize
+            large = [name for name, parameter in named.items() if parameter.numel() > most]
+            small = [name for name in named if name not in large]
+            self.order = small[: len(small) // 2] + large + small[len(small) // 2 :]
+        return [(name, named[name]) for name in self.order]
 
     def _announce(self, value: dict) -> None:
         if self.rank == 0:
@@ -429,9 +441,9 @@ class WeightSender:
         elif self.wire.member:
             self.wire.receive_object()
 
-    def _send_buckets(self) -> list[int]:
+    def _send_buckets(self, named: list[tuple[str, torch.Tensor]]) -> list[int]:
         """One pass over all weights. Returns the checksums of the buckets."""
-        gathered, hashes = checkpoint_tensors(self.model.named_parameters()), []
+        gathered, hashes = checkpoint_tensors(named), []
 
         def pack(index: int, bucket: torch.Tensor) -> None:
             if index not in self.slots:

@@ -3,7 +3,7 @@
 import pytest
 import torch.multiprocessing
 
-DEADLINE_S = 240
+DEADLINE_S = 480
 
 
 def on_two_ranks(rank_process, *shared, num_ports: int) -> None:

@@ -1,4 +1,10 @@
-"""Checkpoints of random weights in known shapes, for benchmarks: no hub, no download."""
+"""Checkpoints of random weights in known shapes, for benchmarks: no hub, no download.
+
+    python scripts/bench/random_models.py 0.6b FOLDER       bf16, with SmolLM2's tokenizer
+"""
+
+import sys
+from pathlib import Path
 
 import torch
 
@@ -45,6 +51,13 @@ def make_checkpoint(name: str, path: str, dtype: torch.dtype) -> None:
         torch.cuda.empty_cache()
 
 
+def add_tokenizer(path: str) -> None:
+    """SmolLM2's tokenizer and chat template; ids beyond its vocabulary have no text."""
+    from common.models import load_tokenizer, resolve_model
+
+    load_tokenizer(resolve_model("smollm2")).save_pretrained(path)
+
+
 def flops_per_token(name: str, length: int) -> float:
     """Of a training step without recomputation: 6 for each weight that a token is multiplied by (its input
     embedding is looked up), and causal attention's 6 x layers x heads x head size x length."""
@@ -55,3 +68,9 @@ def flops_per_token(name: str, length: int) -> float:
     wide = experts["num_experts_per_tok"] * experts["moe_intermediate_size"] if experts else intermediate
     weights = layers * (attention + 3 * hidden * wide) + hidden * COMMON["vocab_size"]
     return 6 * weights + 6 * layers * heads * size * length
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    make_checkpoint(sys.argv[1], sys.argv[2], torch.bfloat16)
+    add_tokenizer(sys.argv[2])

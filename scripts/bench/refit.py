@@ -56,6 +56,8 @@ class Args:
     """Our engine alone, without the fresh ones and vLLM's: seconds only."""
     vllm: bool = True
     """vLLM's own engine beside ours."""
+    bucket_mb: int = 0
+    """Size of a bucket in MiB; 0 leaves the run's own."""
     out: str = ""
     """File for the figures as JSON."""
 
@@ -138,9 +140,12 @@ def load_masters(path: str, device: str) -> torch.nn.Module:
 class Masters:
     """A trainer's rank: fp32 weights, and the sending half of a refit."""
 
-    def setup(self, path: str, dtype: str, rank: int, world_size: int, host: str, port: int) -> None:
-        from common.refit import WeightSender, connect_store
+    def setup(
+        self, path: str, dtype: str, rank: int, world_size: int, host: str, port: int, bucket_mb: int
+    ) -> None:
+        from common.refit import BUCKET_BYTES, WeightSender, connect_store
 
+        BUCKET_BYTES.update(dict.fromkeys(BUCKET_BYTES, bucket_mb << 20) if bucket_mb else {})
         self.path, self.dtype, self.rank, self.world_size = path, dtype, rank, world_size
         self.on_gpu = torch.cuda.is_available()
         self.device = "cuda" if self.on_gpu else "cpu"
@@ -354,7 +359,10 @@ def measure(name: str, args: Args) -> dict:
     store = open_store("127.0.0.2", 120)
     masters, address = [spawn(Masters, gpus) for gpus in trainer_gpus], ("127.0.0.2", store.port)
     count = len(masters)
-    setting_up = [each.setup.remote(old, dtype, rank, count, *address) for rank, each in enumerate(masters)]
+    setting_up = [
+        each.setup.remote(old, dtype, rank, count, *address, args.bucket_mb)
+        for rank, each in enumerate(masters)
+    ]
     ray.get(setting_up, timeout=300)
     for seed in range(args.refits + 3):
         everyone(masters, "move", seed)
@@ -419,7 +427,12 @@ def measure(name: str, args: Args) -> dict:
         "difference": [(each, f) for each in after for f in others[:1]],
     }
     pairs["noise"] = [tuple(others)] if len(others) == 2 else []
-    result = {"layout": args.layout, "gate_s": round(gate_s, 2), "phases": phases}
+    result = {
+        "layout": args.layout,
+        "bucket_mb": args.bucket_mb,
+        "gate_s": round(gate_s, 2),
+        "phases": phases,
+    }
     hash_s = ray.get(masters[0].hash_seconds.remote(rows[0]["bytes"]))
     result |= {"hash_s": round(hash_s, 5), "trainer_gpu_mem_peak_gb": max(everyone(masters, "peak_gb"))}
     for actor in [*ours, *fresh, *theirs, *masters]:

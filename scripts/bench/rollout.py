@@ -2,9 +2,12 @@
 
     .venv/bin/python scripts/bench/rollout.py                         tiny, 64 new tokens, 8 answers a prompt
     .venv/bin/python scripts/bench/rollout.py --new-tokens 5 --max-in-flight 32
+    python scripts/bench/rollout.py --model 0.6b --new-tokens 512 --prompts 64 --max-in-flight 64         a GPU
+    python scripts/bench/rollout.py --model 4b --new-tokens 512 --prompts 64 --max-in-flight 64
 
 raw: `LLM.generate` with all prompts at once, log-probs on, no text. loop: `rollout_group` as a run has it:
-environment processes, chat template, records with masks and versions, packed for the queue.
+environment processes, chat template, records with masks and versions, packed for the queue. On a GPU both have
+decode graphs and share it; the shapes of random_models.py have random weights.
 """
 
 import asyncio
@@ -12,6 +15,7 @@ import functools
 import os
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +23,7 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -27,7 +31,7 @@ os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 @dataclass
 class Args:
     model: str = "tiny"
-    """As in algos/grpo.py."""
+    """As in algos/grpo.py, or a shape of scripts/bench/random_models.py."""
     new_tokens: int = 64
     """Tokens of every answer; the end of a turn does not stop it."""
     group_size: int = 8
@@ -40,12 +44,16 @@ class Args:
     """Prompt groups that the loop works on at a time, as --max-in-flight of a run."""
 
 
-def make_raw(args: Args, model_path: str, prompts: list[list[int]]):
+def make_raw(args: Args, model_path: str, prompts: list[list[int]], kv_cache_gb: float, on_gpu: bool):
     from vllm import LLM, SamplingParams
 
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    kind = (
+        {"compilation_config": graphs, "gpu_memory_utilization": 0.4} if on_gpu else {"enforce_eager": True}
+    )
     llm = LLM(
-        model_path, max_model_len=512, enforce_eager=True, kv_cache_memory_bytes=1 << 28,
-        logprobs_mode="processed_logprobs", generation_config="vllm", disable_log_stats=True,
+        model_path, max_model_len=2048, kv_cache_memory_bytes=int(kv_cache_gb * 2**30), disable_log_stats=True,
+        logprobs_mode="processed_logprobs", generation_config="vllm", **kind,
     )  # fmt: skip
     sampling = SamplingParams(
         n=args.group_size, max_tokens=args.new_tokens, logprobs=0, flat_logprobs=True, detokenize=False,
@@ -61,6 +69,7 @@ def make_raw(args: Args, model_path: str, prompts: list[list[int]]):
 
 
 async def main(args: Args) -> None:
+    import torch
     from common.env import EnvFlags
     from common.envs.pool import EnvPool
     from common.models import load_tokenizer, resolve_dtype, resolve_model
@@ -68,16 +77,26 @@ async def main(args: Args) -> None:
     from common.rollout import Engine, EngineFlags, rollout_group
     from common.sample_queue import pack_group
 
-    model_path = resolve_model(args.model)
+    from random_models import SIZES, add_tokenizer, make_checkpoint
+
+    on_gpu, folder = torch.cuda.is_available(), tempfile.TemporaryDirectory()
+    if args.model in SIZES:
+        model_path = folder.name
+        make_checkpoint(args.model, model_path, torch.bfloat16)
+        add_tokenizer(model_path)
+    else:
+        model_path = resolve_model(args.model)
+    kv_cache_gb = 24.0 if on_gpu else 0.25
     tokenizer, envs = load_tokenizer(model_path), EnvPool()
     await envs.start("reverse", EnvFlags(), args.max_in_flight)
     texts = [f"{number:04d}" for number in range(args.prompts)]
     prompts = [
         encode(tokenizer, render(tokenizer, [{"role": "user", "content": text}], {})) for text in texts
     ]
-    raw = make_raw(args, model_path, prompts)
-    flags = EngineFlags(max_in_flight=args.max_in_flight)
-    engine = Engine(model_path, resolve_dtype(model_path, "auto", on_gpu=False), 0, flags, gpus=0.0)
+    raw = make_raw(args, model_path, prompts, kv_cache_gb, on_gpu)
+    flags = EngineFlags(max_in_flight=args.max_in_flight, max_model_len=2048, kv_cache_gb=kv_cache_gb)
+    dtype = resolve_dtype(model_path, "auto", on_gpu)
+    engine = Engine(model_path, dtype, 0, flags, gpus=0.4 if on_gpu else 0.0)
     await engine.start([tokenizer.eos_token_id])
     engine.make_sampling = functools.partial(engine.make_sampling, ignore_eos=True)
     engine.stop_token_ids = []
