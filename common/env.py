@@ -69,6 +69,8 @@ class EnvFlags:
     """Processes of an engine that grade single-turn answers; an episode of several turns has its own."""
     env_timeout_s: Annotated[float, Gt(0)] = 60.0
     """Seconds that one reset() or step() may take; then its process is killed and the rollout invalid."""
+    unsafe_sandbox: bool = False
+    """Run model-written code without a sandbox, with your files and network, where there is no bubblewrap."""
 
 
 @dataclass
@@ -85,9 +87,8 @@ class Step:
     score: float | None = None  # in [0, 1], for evaluation; None: the episode's reward
     terminated: bool = False  # the episode is over for its own reasons: nothing was to come
     truncated: bool = False  # it ended for a limit: more might have come
-    info: dict = field(
-        default_factory=dict
-    )  # floats are averaged into metrics, strings stay in the transcript
+    # numbers are averaged into env/NAME, tool_NAME into tool/NAME; strings stay in the transcript
+    info: dict = field(default_factory=dict)
 
 
 class Env(ABC):

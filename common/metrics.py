@@ -77,8 +77,9 @@ def reprefilled_tokens(rollout: Rollout) -> int:
 def rollout_metrics(
     rollouts: list[Rollout], lags: list[int], num_late: int, drops: dict, advantages: dict[str, float]
 ) -> dict:
-    """What the rollouts of a step were like. Rewards are averaged over valid rollouts, lengths over all.
-    `drops` has the dropped groups by reason: how many, and a detail."""
+    """What the rollouts of a step were like. Rewards are averaged over valid rollouts, lengths over all, the
+    numbers in `info` over the valid rollouts that have them. `drops` has the dropped groups by reason: how
+    many, and a detail."""
     valid = [rollout for rollout in rollouts if not rollout.invalid]
     reasons = Counter(rollout.invalid for rollout in rollouts if rollout.invalid)
     reasons += Counter({reason: count for reason, (count, _) in drops.items()})
@@ -97,11 +98,13 @@ def rollout_metrics(
         row["staleness/mean"], row["staleness/max"] = float(np.mean(lags)), max(lags)
         row["staleness/hist"] = np.bincount(lags).tolist()
         row["staleness/late_token_frac"] = num_late / len(lags)
+    numbers = [(k, v) for rollout in valid for k, v in rollout.info.items() if isinstance(v, (int, float))]
+    row |= mean_of(merge([{f"tool/{k[5:]}" if k[:5] == "tool_" else f"env/{k}": (v, 1)} for k, v in numbers]))
     return row | {
         "reward/invalid_frac": 1 - len(valid) / len(rollouts),
         "rollout/len_mean": float(np.mean([rollout.num_sampled for rollout in rollouts])),
         "rollout/truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
-        "rollout/turns_mean": float(np.mean([len(rollout.rewards) for rollout in rollouts])),
+        "rollout/turns_mean": float(np.mean([len(rollout.turn_tokens) for rollout in rollouts])),
         "rollout/reprefilled_tokens": sum(map(reprefilled_tokens, rollouts)),
         "rollout/forks_mean": float(np.mean([max(len(rollout.segments) - 1, 0) for rollout in rollouts])),
     }

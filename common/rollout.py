@@ -325,7 +325,8 @@ def transcript(rollout: Rollout, tokenizer, advantage: float | None) -> dict:
     segments = rollout.segments
     actions = [int((segment.versions >= 0).argmax()) for segment in segments]  # the first sampled token
     versions = [v for segment in segments for v in segment.versions.tolist() if v >= 0]
-    record = {name: getattr(rollout, name) for name in ("ticket", "rollout_id", "reward", "invalid", "info")}
+    names = ("ticket", "rollout_id", "reward", "rewards", "turn_tokens", "invalid", "info")
+    record = {name: getattr(rollout, name) for name in names}
     return record | {
         "prompt": tokenizer.decode(segments[0].token_ids[: actions[0]]) if segments else "",
         "transcript": "\n---\n".join(tokenizer.decode(s.token_ids[a:]) for s, a in zip(segments, actions)),

@@ -83,7 +83,7 @@ class Rollout:
     prompt_id: str
     segments: list[Segment]
     rewards: list[float]  # one a turn
-    info: dict = field(default_factory=dict)  # floats become metrics, strings stay with the transcript
+    info: dict = field(default_factory=dict)  # numbers become metrics, strings stay with the transcript
     invalid: str | None = None
 
     def fail(self, reason: str, detail: str) -> None:
@@ -102,6 +102,11 @@ class Rollout:
     @property
     def num_sampled(self) -> int:
         return sum(int((segment.versions >= 0).sum()) for segment in self.segments)
+
+    @property
+    def turn_tokens(self) -> list[int]:
+        """Sampled tokens of each turn."""
+        return [int(t.sum()) for s in self.segments for t in np.split(s.versions >= 0, s.turn_ends)[:-1]]
 
     @property
     def truncated(self) -> bool:

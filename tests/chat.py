@@ -33,6 +33,7 @@ CALC = {
 CALL = (
     '<tool_call>\n{"name": "calc", "arguments": {"sum":"1+2"}}\n</tool_call>'  # not as the template spaces it
 )
+PYTHON = '<tool_call>\n{"name": "python", "arguments": {"code": "print(12*34)"}}\n</tool_call>'
 COUNT = "one two three four five six seven eight nine ten"
 THOUGHT = "<think>so so</think>yes"
 KNOWN = [
@@ -47,6 +48,19 @@ KNOWN = [
         ("assistant", "it is 3"),
     ],
     [("system", "Tools: calc"), ("user", "twice"), ("assistant", CALL + "\n" + CALL.replace("1", "4"))],
+    [
+        ("system", "Tools: python"),
+        ("user", "12*34=?"),
+        ("assistant", PYTHON),
+        ("tool", "408"),
+        ("assistant", "408"),
+    ],
+    [
+        ("user", "12*34=? (a ```python block is run)"),
+        ("assistant", "```python\nprint(12*34)\n```"),
+        ("user", "408"),
+        ("assistant", "408"),
+    ],
 ]
 
 

@@ -17,7 +17,7 @@ COMMON = sorted((ROOT / "common").glob("*.py"))
 GLOSSARY = ROOT / "algos" / "README.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [path for path in (*PAGES, GLOSSARY) if path.exists()]
-GROUPS = "reward eval eval_end loss advantage ratio mismatch is gate staleness rollout time perf value moe"
+GROUPS = "reward eval eval_end loss advantage ratio mismatch is gate staleness rollout time perf value moe tool env"
 KEY = re.compile(rf"({'|'.join(GROUPS.split())})(/[\w@*]+)+")
 BARE_KEYS = {"step", "grad_norm", "lr"}  # the metrics without a group
 

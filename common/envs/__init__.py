@@ -1,6 +1,7 @@
 """The built-in environments, and how `--env` names them and a user's own."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ def load_env(spec: str, flags: EnvFlags | None = None) -> Callable[[], Env]:
     Raises ValueError with what is wrong and what would be right.
     """
     flags = flags or EnvFlags()
+    if flags.unsafe_sandbox:
+        os.environ["INSTAR_UNSAFE_SANDBOX"] = "1"  # for common/sandbox.py, in whatever process it is used
     name, _, argument = spec.partition(":")
     if name == "reverse":
         from common.envs.reverse import Reverse
