@@ -61,6 +61,7 @@ def start(num_actors: int, output_dir: str, grace_s: float = 0.0) -> None:
     local = {}
     if not os.environ.get("RAY_ADDRESS"):
         local = {"num_cpus": max(os.cpu_count(), num_actors), "_node_ip_address": LOOPBACK}
+        local["address"] = "local"  # else Ray would join a cluster that somebody has started on this machine
         env["GLOO_SOCKET_IFNAME"] = "lo"
     quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
     context = ray.init(runtime_env={"env_vars": env}, **quiet, **local)
