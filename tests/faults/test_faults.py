@@ -81,3 +81,12 @@ def test_a_run_that_is_told_to_end_saves_first_and_goes_on_with_other_ranks(driv
     print(again.output())
     tickets = sorted(ticket for batch in trained(dump, step + 3) for ticket in batch)
     assert len(set(tickets)) == len(tickets) == (step + 3) * PROMPTS
+
+
+def test_a_second_signal_ends_it_at_once_and_saves_nothing(drive, tmp_path):  # noqa: F811
+    run = drive(*TINY, *SIZES, "--max-steps", "100000", "--grace-s", "1000")
+    run.wait_for_rows(2)
+    run.process.send_signal(signal.SIGUSR1)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait_for_end(30) in (128 + signal.SIGUSR1, 128 + signal.SIGTERM), run.output()[-4000:]
+    assert not list((tmp_path / "run0").glob("checkpoints/*"))
