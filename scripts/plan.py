@@ -1,17 +1,17 @@
-"""Memory, traffic and seconds of a run before it is started: from flags, a model's config.json and a cluster.
+"""Memory, traffic and seconds of a run before it starts: from flags, a model's config.json and a cluster.
 
     python scripts/plan.py --model Qwen3-4B --num-trainers 4 --num-engines 4 --micro-batch-tokens 8192
-    LAUNCH="python scripts/plan.py" bash scripts/recipes/qwen3_4b.sh --gpus 8      any recipe, with its flags
+    LAUNCH="python scripts/plan.py" bash scripts/recipes/qwen3_4b.sh --gpus 8    any recipe, with its flags
 
-Takes all flags of algos/grpo.py, and those of `Args` below. It says what does not fit, which of our flags makes
-it fit, and how the GPUs would be split for trainer and engines to take equally long. No weights, no GPU.
+Takes all flags of algos/grpo.py, and those of `Args` below. It says what does not fit, which of our flags
+makes it fit, and how the GPUs would be split for trainer and engines to take equally long.
 
 Where the numbers come from. Parameters are counted exactly (scripts/sharding.py builds the same models and
 compares). Saved activations are counted from what autograd keeps of each layer, in bytes a token. The six
 constants of `Measured` are fitted to the 0.6B and 4B rows of docs/train_step_h200.json and to the rates in
-docs/performance.md, all on H200s; 1.7B was left out of that and is what tests/test_plan.py predicts. Other GPUs
-are scaled by peak FLOP/s and memory rate. Mixtures of experts, MLA, linear attention and everything over more
-than two GPUs are arithmetic that nobody has measured here.
+docs/performance.md, all on H200s; 1.7B was left out of that and is what tests/test_plan.py predicts. Other
+GPUs are scaled by peak FLOP/s and memory rate. Mixtures of experts, MLA, linear attention and everything over
+more than two GPUs are arithmetic that nobody has measured here.
 """
 
 import json
@@ -158,7 +158,11 @@ def read_layer(text: dict, index: int, num_experts: int) -> Layer:
         heads, size = text["linear_num_value_heads"], text["linear_value_head_dim"]
         values = heads * size
         weights = h * (2 * keys + 2 * values + 2 * heads) + values * h
-        small, attention, cache = (2 * keys + values) * text["linear_conv_kernel_dim"] + 2 * heads + size, 0, 0
+        small, attention, cache = (
+            (2 * keys + values) * text["linear_conv_kernel_dim"] + 2 * heads + size,
+            0,
+            0,
+        )
         saved = {False: 10 * (2 * keys + 2 * values), True: 6 * (2 * keys + 2 * values)}
     else:
         size, heads, kv = text["head_dim"], text["num_attention_heads"], text["num_key_value_heads"]
@@ -185,7 +189,11 @@ def read_layer(text: dict, index: int, num_experts: int) -> Layer:
 
 def vision_parameters(v: dict) -> int:
     """A ViT with biases, patches and positions, and the merger into the language model."""
-    h, wide, merged = v["hidden_size"], v["intermediate_size"], v["hidden_size"] * v["spatial_merge_size"] ** 2
+    h, wide, merged = (
+        v["hidden_size"],
+        v["intermediate_size"],
+        v["hidden_size"] * v["spatial_merge_size"] ** 2,
+    )
     block = 4 * h * h + 4 * h + 2 * h * wide + wide + h + 4 * h
     patch = v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2 * h + h
     merger = merged * merged + merged + merged * v["out_hidden_size"] + v["out_hidden_size"] + 2 * h
@@ -202,10 +210,15 @@ def trainer_memory(model: Model, flags: ParallelFlags, beside: float = 0.0) -> d
     shard = model.parameters / ranks
     whole = model.dense / flags.trainer_tp + model.experts / flags.trainer_ep  # of a rank, unsharded
     if flags.zero == 3 and ranks > 1:
-        layer = max(layer.dense / flags.trainer_tp + layer.experts / flags.trainer_ep for layer in model.layers)
+        layer = max(
+            layer.dense / flags.trainer_tp + layer.experts / flags.trainer_ep for layer in model.layers
+        )
         held, sums = 2 * (model.root / flags.trainer_tp + 2 * layer), 4 * layer
     else:
-        held, sums = 2 * whole, 4 * whole  # bf16 weights; fp32 sums of gradients, if there are several batches
+        held, sums = (
+            2 * whole,
+            4 * whole,
+        )  # bf16 weights; fp32 sums of gradients, if there are several batches
     saved = [layer.saved[compiled] / flags.trainer_tp for layer in model.layers]
     if flags.activation_checkpointing:
         activations = tokens * (2 * model.hidden * len(saved) + max(saved))
@@ -244,7 +257,9 @@ def one_micro_batch(memory: dict, model: Model, flags: ParallelFlags) -> dict:
     return memory | {"peak": peak, "gradients": 4 * model.parameters / flags.num_trainers}
 
 
-def trainer_time(model: Model, flags: ParallelFlags, tokens: float, length: float, args: Args) -> dict[str, float]:
+def trainer_time(
+    model: Model, flags: ParallelFlags, tokens: float, length: float, args: Args
+) -> dict[str, float]:
     """Seconds of an optimizer step on `tokens` of each data rank, in rows of `length`, by what they are."""
     _, peak, rate = GPUS[args.gpu]
     batches, again = math.ceil(tokens / flags.micro_batch_tokens), flags.activation_checkpointing
@@ -277,8 +292,12 @@ def trainer_traffic(model: Model, flags: ParallelFlags, batches: int) -> dict:
     sent = {"fsdp": rounds * (2 * passes + 4) * weights, "experts": 0.0, "tensor": 0.0}
     if model.experts and ep > 1:
         sparse = sum(bool(layer.experts) for layer in model.layers)
-        sent["experts"] = batches * sparse * (6 if flags.activation_checkpointing else 4) * 2 * (
-            ep * tokens * model.hidden * (1 - 1 / ep)
+        sent["experts"] = (
+            batches
+            * sparse
+            * (6 if flags.activation_checkpointing else 4)
+            * 2
+            * (ep * tokens * model.hidden * (1 - 1 / ep))
         )
     if tp > 1:
         sent["tensor"] = batches * len(model.layers) * 4 * 2 * 2 * tokens * model.hidden * (1 - 1 / tp)
@@ -338,7 +357,9 @@ def make_plan(args: Args) -> dict:
     gpus = args.gpus or (trainers if workers == trainers == 1 else workers + trainers)
     shared = workers == trainers == gpus
     if not shared and workers + trainers > gpus:
-        raise FlagError(f"--gpus {gpus}: {workers} engine workers and {trainers} trainers need more; raise it")
+        raise FlagError(
+            f"--gpus {gpus}: {workers} engine workers and {trainers} trainers need more; raise it"
+        )
     if model.experts and model.num_experts % flags.trainer_ep:
         raise FlagError(f"--trainer-ep {flags.trainer_ep}: does not divide {model.num_experts} experts")
     rollouts, length = args.prompts_per_step * args.group_size, args.prompt_tokens + answer_tokens(args)
@@ -407,7 +428,10 @@ def best_split(args: Args, gpus: int) -> tuple[int, int, float] | None:
         engines, left = divmod(gpus - trainers, tp)
         if not engines or left or trainers // args.parallel.trainer_tp > rollouts:
             continue
-        flags, engine = replace(args.parallel, num_trainers=trainers), replace(args.engine, num_engines=engines)
+        flags, engine = (
+            replace(args.parallel, num_trainers=trainers),
+            replace(args.engine, num_engines=engines),
+        )
         plan = make_plan(replace(args, parallel=flags, engine=engine, gpus=gpus))
         if plan["trainer"]["fits"] and plan["engine"]["fits"]:
             found.append((plan["time"]["step"], trainers, engines))
@@ -417,20 +441,26 @@ def best_split(args: Args, gpus: int) -> tuple[int, int, float] | None:
 def show(plan: dict, args: Args) -> str:
     """The plan in some twenty lines."""
     trainer, engine, time, sent = plan["trainer"], plan["engine"], plan["time"], plan["sent"]
+    size, active = plan["parameters"] / 1e9, plan["active"] / 1e9
     parts = ("weights", "optimizer", "gathered", "gradients", "activations", "logits", "dispatch")
     lines = [
-        f"{plan['model']}: {plan['parameters'] / 1e9:.4g}B parameters, {plan['active'] / 1e9:.3g}B of a token",
+        f"{plan['model']}: {size:.4g}B parameters, {active:.3g}B of a token",
         f"{plan['gpus']} x {args.gpu} with {plan['capacity'] / GB:.0f} GB to use",
-        "trainer rank, GB: " + ", ".join(f"{name} {trainer[name] / GB:.3g}" for name in parts if trainer[name]),
-        f"  peak {trainer['peak'] / GB:.1f} GB ({trainer['peak_at']}): " + verdict(trainer, args, trainer_advice),
+        "trainer rank, GB: "
+        + ", ".join(f"{name} {trainer[name] / GB:.3g}" for name in parts if trainer[name]),
+        f"  peak {trainer['peak'] / GB:.1f} GB ({trainer['peak_at']}): "
+        + verdict(trainer, args, trainer_advice),
         f"engine GPU, GB: weights {engine['weights'] / GB:.3g}, KV {engine['kv'] / GB:.3g} "
-        f"({engine['kv_per_token'] / 1e3:.3g} kB a token), {engine['running']} of {engine['wanted']} answers at a time",
+        f"({engine['kv_per_token'] / 1e3:.3g} kB a token), {engine['running']} of {engine['wanted']} answers at once",
         f"  {engine['tokens_per_s']:.0f} tokens/s each: " + verdict(engine, args, engine_advice),
-        "a rank sends in a step, GB: " + (", ".join(f"{k} {v / GB:.3g}" for k, v in sent.items() if v) or "nothing"),
+        "a rank sends in a step, GB: "
+        + (", ".join(f"{k} {v / GB:.3g}" for k, v in sent.items() if v) or "nothing"),
         "seconds: " + ", ".join(f"{name} {value:.3g}" for name, value in time.items() if value),
     ]
     if plan["gpus"] > 1 and (split := best_split(args, plan["gpus"])):
-        lines.append(f"fastest split: --num-trainers {split[0]} --num-engines {split[1]}, {split[2]:.3g} s a step")
+        lines.append(
+            f"fastest split: --num-trainers {split[0]} --num-engines {split[1]}, {split[2]:.3g} s a step"
+        )
     return "\n".join(lines)
 
 

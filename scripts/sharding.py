@@ -1,23 +1,22 @@
-"""The trainer's model as AutoModel and FSDP2 shard it over any number of ranks, on the meta device: bytes of a
-rank, and the engine's place for every name that a refit sends.
+"""The trainer's model as AutoModel and FSDP2 shard it over any number of ranks, on the meta device: bytes of
+a rank, and the engine's place for every name that a refit sends.
 
     python scripts/sharding.py --model DeepSeek-V3 --num-trainers 256 --trainer-ep 256 --zero 3
     LAUNCH="python scripts/sharding.py" bash scripts/recipes/deepseek_v3.sh        any recipe, with its flags
 
 This process plays rank 0 (whose shard is the largest) of torch's fake process group: meshes, placements and
 shards are real, nothing is sent and no weight exists. Names go to a narrow model of vLLM's own class for this
-architecture (a dense and a sparse layer, few experts, small), through the loader, the recorder and the check of
-coverage that the engines use at the first refit.
+architecture (a dense and a sparse layer, few experts, small), through the loader, the recorder and the check
+of coverage that the engines use at the first refit.
 
-Not shown here: that values arrive (the gate of a run's first refit does that), what a GPU's kernels make of the
-weights after loading, memory of activations (scripts/plan.py estimates it), and that NCCL works at this size.
+Not shown here: that values arrive (the gate of a run's first refit does that), what a GPU's kernels make of
+the weights after loading, memory of activations (scripts/plan.py estimates it), and NCCL at this size.
 """
 
 import contextlib
 import json
 import os
 import re
-import socket
 import sys
 import tempfile
 import time
@@ -134,63 +133,68 @@ def narrow(config: dict) -> dict:
     return config | small | {"layer_types": None}
 
 
-def engine_model(folder: str) -> torch.nn.Module:
-    """vLLM's model of the config in `folder`, on the CPU, before anything is packed."""
+def engine_model(config: dict) -> torch.nn.Module:
+    """vLLM's model of a config, on the CPU, before anything is packed. Once in a process."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
     settings = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 64}
-    config = EngineArgs(model=folder, **settings).create_engine_config()
-    with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
-        initialize_model_parallel(1, 1)
-        return initialize_model(config)
-
-
-def missing_of(config: dict, sent: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """Patterns of engine parameters that would not be written exactly once by `sent`. Raises RefitError for a
-    name without a place, KeyError for one that the loader does not know."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        engine = engine_model(folder)
-        plan = learn_plan(engine.load_weights, [(name, torch.zeros(like.shape)) for name, like in sent])
-        parameters = dict(engine.named_parameters())
-    missing = []
-    for name, parameter in parameters.items():
+        whole = EngineArgs(model=folder, **settings).create_engine_config()
+        with set_current_vllm_config(whole):
+            init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+            initialize_model_parallel(1, 1)
+            return initialize_model(whole)
+
+
+def missing_of(engine: torch.nn.Module, sent: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """Patterns of engine parameters that would not be written exactly once by `sent`. Raises RefitError for a
+    name without a place, KeyError for one that the loader does not know."""
+    plan = learn_plan(engine.load_weights, [(name, torch.zeros(like.shape)) for name, like in sent])
+    missing = set()
+    for name, parameter in engine.named_parameters():
         try:
             check_coverage(plan, {name: parameter}, {})
         except RefitError as error:
             if "no place" in str(error):
                 raise
-            missing.append(pattern(name))
-    dist.destroy_process_group()
-    return sorted(set(missing))
+            missing.add(pattern(name))
+    return sorted(missing)
 
 
-def main(args: grpo.Args) -> dict:
-    """Prints bytes and names. Returns them too."""
-    start, flags = time.monotonic(), args.parallel
-    name, config = find_config(args.model)
-    small = narrow(config)
+def make_report(model: str, flags: ParallelFlags) -> tuple[dict, dict, list]:
+    """(bytes, config of the narrow model, what a refit sends of that) for a model over the ranks of `flags`.
+    The bytes come with `kinds`, the patterns of all names that the whole model sends."""
+    _, config = find_config(model)
     few = ParallelFlags(num_trainers=flags.num_trainers, trainer_ep=min(8, flags.trainer_ep))
     with fake_ranks(flags.num_trainers):
-        model = meta_model(config, flags)
-        found, names = shard_bytes(model), [name for name, _ in sent_tensors(model)]
-        assert all(parameter.device.type == "meta" for parameter in model.parameters())
-        narrow_sent = sent_tensors(meta_model(small, few))
-    print(
-        f"{name} over {flags.num_trainers} ranks (EP {flags.trainer_ep}, TP {flags.trainer_tp}): "
-        f"{found['parameters'] / 1e9:.4g}B parameters in {found['tensors']} tensors, {found['sharded']} of them "
-        f"sharded; a rank has {found['local'] / 1e9:.4g}B, {found['bytes'] / 1e9:.1f} GB with gradients and Adam"
-    )
-    unknown = {pattern(name) for name in names} - {pattern(name) for name, _ in narrow_sent}
-    missing = missing_of(small, narrow_sent)
-    print(f"a refit sends {len(names)} tensors, {len({pattern(name) for name in names})} kinds of names")
-    print("  each has a place in the engine" if not unknown else f"  not in the narrow model: {sorted(unknown)}")
+        whole = meta_model(config, flags)
+        assert all(parameter.device.type == "meta" for parameter in whole.parameters())
+        names = [name for name, _ in sent_tensors(whole)]
+        found = shard_bytes(whole) | {"names": len(names), "kinds": sorted(set(map(pattern, names)))}
+        if "vision_config" in config:  # vLLM's class for it needs torchvision, which the CPU set leaves out
+            return found, config, []
+        small = narrow(config)
+        return found, small, sent_tensors(meta_model(small, few))
+
+
+def main(args: grpo.Args) -> None:
+    start, flags = time.monotonic(), args.parallel
+    found, small, sent = make_report(args.model, flags)
+    size, part, nbytes = found["parameters"] / 1e9, found["local"] / 1e9, found["bytes"] / 1e9
+    ranks = f"{flags.num_trainers} ranks (EP {flags.trainer_ep}, TP {flags.trainer_tp})"
+    print(f"{args.model} over {ranks}: {size:.4g}B parameters in {found['tensors']} tensors, ", end="")
+    print(f"{found['sharded']} sharded; a rank has {part:.4g}B, {nbytes:.1f} GB with gradients and Adam")
+    print(f"a refit sends {found['names']} tensors, {len(found['kinds'])} kinds of names")
+    if not sent:
+        return print("  their places in the engine: not shown, as its class for images needs torchvision")
+    missing = missing_of(engine_model(small), sent)
+    unknown = sorted(set(found["kinds"]) - {pattern(name) for name, _ in sent})
+    print("  each has a place in the engine" if not unknown else f"  not in the narrow model: {unknown}")
     print(f"  engine parameters that no name fills: {missing or 'none'}; {time.monotonic() - start:.0f} s")
-    return found | {"unknown": sorted(unknown), "missing": missing, "names": len(names)}
 
 
 if __name__ == "__main__":

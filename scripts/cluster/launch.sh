@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # One node of a Ray cluster: joins the head, or is the head and runs the command once all nodes are there.
-#   launch.sh HEAD_ADDRESS NODES COMMAND...    on every node, with the same arguments (scripts/cluster/slurm.sh)
-# The repository, .venv, the model and --output-dir lie on a file system that all nodes share, at the same path.
+#   launch.sh HEAD_ADDRESS NODES COMMAND...    on every node, with the same arguments
+# Repository, .venv, model and --output-dir lie on a file system that all nodes share, at the same path.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [[ $# -ge 3 ]] || { echo "usage: launch.sh HEAD_ADDRESS NODES COMMAND..." >&2 && exit 2; }
 head=$1 nodes=$2 port=${RAY_PORT:-6379}
 shift 2
-# PACK: Ray fills a node before it takes the next, so that the trainers, which start last, share one where they fit
+# PACK: Ray fills a node before it takes the next (docs/cluster.md)
 export RAY_scheduler_spread_threshold=${RAY_scheduler_spread_threshold:-1}
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} PATH=$PWD/.venv/bin:$PATH
 
@@ -20,8 +20,8 @@ if [[ " $(hostname -I) $(hostname) 127.0.0.2 " != *" $head "* ]]; then # 127.0.0
 fi
 ray start --head --node-ip-address "$head" --port "$port" --include-dashboard=false --block &
 ray=$!
-trap 'kill $ray; wait $ray || true' EXIT # with --block, this node's processes end too, and the others' with them
-count='import ray, sys; ray.init(sys.argv[1], logging_level="ERROR"); print(sum(n["Alive"] for n in ray.nodes()))'
+trap 'kill $ray; wait $ray || true' EXIT # with --block its processes end with it, and the other nodes
+count='import ray, sys; ray.init(sys.argv[1], logging_level="ERROR"); print(len(ray.nodes()))'
 for _ in {1..60}; do
   there=$(python -c "$count" "$head:$port" 2>/dev/null || echo 0)
   [[ $there -ge $nodes ]] && break

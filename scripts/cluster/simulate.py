@@ -1,10 +1,10 @@
 """A run on simulated nodes: Ray's own processes of each node, all on this machine and without a GPU.
 
-    python scripts/cluster/simulate.py                             8 nodes, 2 engines, 4 trainers, 2 steps of tiny
-    python scripts/cluster/simulate.py --nodes 3 -- --max-steps 3  flags of algos/grpo.py behind --
+    python scripts/cluster/simulate.py                               8 nodes, 2 engines, 4 trainers
+    python scripts/cluster/simulate.py --nodes 3 -- --max-steps 3    flags of algos/grpo.py behind --
 
-Shows that start, rendezvous, queue, refit and shutdown work where actors live on different nodes: it prints the
-node of every actor and fails unless they are on several. Not shown: a network between nodes, NCCL, GPUs.
+Shows that start, rendezvous, queue, refit and shutdown work where actors live on different nodes: prints on
+which node each was, and fails unless they were on several. Not shown: a network between nodes, NCCL, GPUs.
 """
 
 import os
@@ -12,66 +12,69 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
 ADDRESS = "127.0.0.2"  # Ray takes 127.0.0.1 for a request to find the machine's outside address
 FLAGS = "--model tiny --env reverse --max-steps 2 --eval-every 99 --num-engines 2 --num-trainers 4"
+THRESHOLD = {"PACK": "1.0", "SPREAD": "0.0"}  # how full a node gets before Ray prefers the next
 
 
 @dataclass
 class Args:
     nodes: int = 8
-    """Simulated nodes, each with a CPU."""
-    strategy: str = "SPREAD"
-    """SPREAD over the nodes, or PACK as many actors on a node as it has room for."""
+    """Simulated nodes, each with one CPU."""
+    strategy: Literal["PACK", "SPREAD"] = "SPREAD"
+    """PACK fills a node before the next, as scripts/cluster/launch.sh has it."""
 
 
-def environment(strategy: str) -> dict[str, str]:
-    """How Ray's scheduler fills nodes: the share of a node up to which it prefers the one before."""
-    return {"RAY_scheduler_spread_threshold": {"PACK": "1.0", "SPREAD": "0.0"}[strategy]}
-
-
-def start_nodes(resources: list[dict], strategy: str):
-    """A Ray cluster of one node for each dict of `ray start`'s arguments. Returns it; the caller shuts it down."""
-    os.environ |= environment(strategy)
+def start_nodes(nodes: list[dict], strategy: str):
+    """A Ray cluster with a node for each dict of resources. The caller shuts it down."""
+    os.environ["RAY_scheduler_spread_threshold"] = THRESHOLD[strategy]
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
-    for node in resources:
-        cluster.add_node(node_ip_address=ADDRESS, include_dashboard=False, **node)
+    for index, node in enumerate(nodes):
+        head = {"include_dashboard": False} if index == 0 else {}
+        cluster.add_node(node_ip_address=ADDRESS, object_store_memory=80 << 20, **head, **node)
     return cluster
 
 
-def actor_nodes() -> dict[str, str]:
-    """The node of each living actor, by its class and id."""
-    from ray.util.state import list_actors
+def actors_of(address: str) -> list[tuple[str, str]]:
+    """(class, node) of every actor that the cluster has had."""
+    import ray
 
-    return {f"{a.class_name} {a.actor_id[:6]}": a.node_id for a in list_actors(filters=[("state", "=", "ALIVE")])}
+    ray.init(address, logging_level="ERROR", log_to_driver=False)
+    actors = ray._private.state.actors().values()
+    ray.shutdown()
+    return sorted((actor["ActorClassName"], actor["Address"]["NodeID"][:6]) for actor in actors)
 
 
-def main(args: Args, flags: list[str]) -> None:
+def main(args: Args, flags: list[str]) -> int:
     start = time.monotonic()
-    cluster = start_nodes([{"num_cpus": 1, "object_store_memory": 80 << 20}] * args.nodes, args.strategy)
+    cluster = start_nodes([{"num_cpus": 1}] * args.nodes, args.strategy)
     print(f"{args.nodes} nodes after {time.monotonic() - start:.0f} s", flush=True)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "algos.grpo", *FLAGS.split(), "--output-dir", f"{folder}/run", *flags]
+            command = [sys.executable, "-m", "algos.grpo", *FLAGS.split(), "--output-dir", f"{folder}/run"]
             environ = os.environ | {"RAY_ADDRESS": cluster.address, "GLOO_SOCKET_IFNAME": "lo"}
-            run = subprocess.Popen(command, cwd=ROOT, env=environ)
-            rows = Path(folder, "run", "metrics.jsonl")
-            code = run.wait(timeout=900)
-            print(f"exit code {code}, {len(rows.read_text().splitlines())} steps, {time.monotonic() - start:.0f} s")
-            sys.exit(code)
+            code = subprocess.run([*command, *flags], cwd=ROOT, env=environ, timeout=900).returncode
+            steps = len(Path(folder, "run", "metrics.jsonl").read_text().splitlines())
+        actors = actors_of(cluster.address)
+        for (kind, node), count in Counter(actors).items():
+            print(f"{count} x {kind} on node {node}")
+        used = len({node for _, node in actors})
+        print(f"exit code {code}, {steps} steps, {used} nodes used, {time.monotonic() - start:.0f} s in all")
+        return code or used < 2
     finally:
         cluster.shutdown()
 
 
 if __name__ == "__main__":
-    own, _, rest = " ".join(sys.argv[1:]).partition("--  ")
-    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    main(tyro.cli(Args, args=sys.argv[1:split]), sys.argv[split + 1 :])
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    sys.exit(main(tyro.cli(Args, args=sys.argv[1:end]), sys.argv[end + 1 :]))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# GRPO on Qwen3-30B-A3B, two nodes of eight H200s: eight GPUs train with the experts spread over them (EP 8), eight
-# sample. Not run: more than two GPUs have not been seen. Start it with scripts/cluster/ (docs/cluster.md); with
-# RAY_scheduler_spread_threshold=1, which those set, the trainers share a node, so that NVLink carries EP.
+# GRPO on Qwen3-30B-A3B, two nodes of eight H200s: eight GPUs train with the experts spread over them (EP 8),
+# eight sample. Not run: more than two GPUs have not been seen. Start it with scripts/cluster/: with
+# RAY_scheduler_spread_threshold=1, which those set, the trainers share a node, and NVLink carries EP.
 #   LAUNCH="python scripts/plan.py" bash scripts/recipes/qwen3_30b_a3b.sh  memory and time
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on Qwen3-4B, eight H200s of one node: four train, four sample. Layers of this layout ran on two GPUs
 # (docs/performance.md); eight were not run.
-#   DATA=data.jsonl bash scripts/recipes/qwen3_4b.sh                  train; {"prompt": ..., "answer": ...} a line
+#   DATA=data.jsonl bash scripts/recipes/qwen3_4b.sh                  train; lines as in README.md
 #   LAUNCH="python scripts/plan.py" bash scripts/recipes/qwen3_4b.sh  memory and time
 set -euo pipefail
 cd "$(dirname "$0")/../.."
