@@ -451,8 +451,9 @@ def show(plan: dict, args: Args) -> str:
         f"  peak {trainer['peak'] / GB:.1f} GB ({trainer['peak_at']}): "
         + verdict(trainer, args, trainer_advice),
         f"engine GPU, GB: weights {engine['weights'] / GB:.3g}, KV {engine['kv'] / GB:.3g} "
-        f"({engine['kv_per_token'] / 1e3:.3g} kB a token), {engine['running']} of {engine['wanted']} answers at once",
-        f"  {engine['tokens_per_s']:.0f} tokens/s each: " + verdict(engine, args, engine_advice),
+        f"({engine['kv_per_token'] / 1e3:.3g} kB a token)",
+        f"  {engine['running']} of {engine['wanted']} answers at once, "
+        f"{engine['tokens_per_s']:.0f} tokens/s: " + verdict(engine, args, engine_advice),
         "a rank sends in a step, GB: "
         + (", ".join(f"{k} {v / GB:.3g}" for k, v in sent.items() if v) or "nothing"),
         "seconds: " + ", ".join(f"{name} {value:.3g}" for name, value in time.items() if value),
