@@ -203,22 +203,18 @@ def vision_parameters(v: dict) -> int:
 # --- Trainer
 
 
-def trainer_memory(model: Model, flags: ParallelFlags, beside: float = 0.0) -> dict[str, float]:
-    """Bytes of a trainer rank, by what they are, and its peak: at the start of a backward, in the optimizer's
-    step, or while a refit gathers the largest tensor. `beside` is what else lives on the GPU."""
+def trainer_memory(model: Model, flags: ParallelFlags, batches: int, beside: float = 0.0) -> dict:
+    """Bytes of a trainer rank in a step of `batches` micro-batches, by what they are, and its peak: at the
+    start of the last backward, in the optimizer's step, or while a refit gathers the largest tensor. `beside`
+    is what else lives on the GPU."""
     ranks, tokens, compiled = flags.num_trainers, flags.micro_batch_tokens, flags.compile
     shard = model.parameters / ranks
     whole = model.dense / flags.trainer_tp + model.experts / flags.trainer_ep  # of a rank, unsharded
     if flags.zero == 3 and ranks > 1:
-        layer = max(
-            layer.dense / flags.trainer_tp + layer.experts / flags.trainer_ep for layer in model.layers
-        )
-        held, sums = 2 * (model.root / flags.trainer_tp + 2 * layer), 4 * layer
-    else:
-        held, sums = (
-            2 * whole,
-            4 * whole,
-        )  # bf16 weights; fp32 sums of gradients, if there are several batches
+        layer = max(x.dense / flags.trainer_tp + x.experts / flags.trainer_ep for x in model.layers)
+        held, sums = 2 * (model.root / flags.trainer_tp + 2 * layer), 4 * (shard + layer)
+    else:  # weights in bf16; sums of gradients in fp32, which only wait where there is another micro-batch
+        held, sums = 2 * whole, 4 * whole if batches > 1 else 0.0
     saved = [layer.saved[compiled] / flags.trainer_tp for layer in model.layers]
     if flags.activation_checkpointing:
         activations = tokens * (2 * model.hidden * len(saved) + max(saved))
@@ -240,21 +236,12 @@ def trainer_memory(model: Model, flags: ParallelFlags, beside: float = 0.0) -> d
         "dispatch": dispatch,
     }
     kept = parts["weights"] + averages
-    at_backward = kept + held + activations + logits + dispatch + (4 * shard if flags.zero == 3 else sums)
+    at_backward = kept + held + activations + logits + dispatch + sums
     at_step = 8 * shard + max(averages, min(8 * shard, 8 * 2**28)) + held
     at_refit = kept + 4 * shard + (4 * model.largest if ranks > 1 else 0) + 2 * 256 * 2**20
     peak = {"backward": at_backward, "optimizer": at_step, "refit": at_refit}
     where = max(peak, key=peak.get)
     return parts | {"peak": peak[where] + beside, "peak_at": where}
-
-
-def one_micro_batch(memory: dict, model: Model, flags: ParallelFlags) -> dict:
-    """The same where a step is a single micro-batch: no sums of gradients wait while the next one comes."""
-    if flags.zero == 3 and flags.num_trainers > 1:
-        return memory
-    whole = model.dense / flags.trainer_tp + model.experts / flags.trainer_ep
-    peak = max(memory["peak"] - 4 * whole, 16 * model.parameters / flags.num_trainers)
-    return memory | {"peak": peak, "gradients": 4 * model.parameters / flags.num_trainers}
 
 
 def trainer_time(
@@ -365,12 +352,10 @@ def make_plan(args: Args) -> dict:
     rollouts, length = args.prompts_per_step * args.group_size, args.prompt_tokens + answer_tokens(args)
     tokens = rollouts * length / flags.data_ranks
     engine = engine_plan(model, args, 0.5 if shared else 1.0)
-    memory = trainer_memory(model, flags, engine["peak"] if shared else 0.0)
-    if tokens <= flags.micro_batch_tokens:
-        memory = one_micro_batch(memory, model, flags)
+    batches = math.ceil(tokens / flags.micro_batch_tokens)
+    memory = trainer_memory(model, flags, batches, engine["peak"] if shared else 0.0)
     capacity = GPUS[args.gpu][0] * ROOM
     time = trainer_time(model, flags, tokens, length, args)
-    batches = math.ceil(tokens / flags.micro_batch_tokens)
     sent = {k: v for k, v in trainer_traffic(model, flags, batches).items() if k != "s"}
     plan = {
         "model": model.name,
