@@ -7,6 +7,7 @@ Shows that start, rendezvous, queue, refit and shutdown work where actors live o
 which node each was, and fails unless they were on several. Not shown: a network between nodes, NCCL, GPUs.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -33,16 +34,22 @@ class Args:
     """PACK fills a node before the next, as scripts/cluster/launch.sh has it."""
 
 
-def start_nodes(nodes: list[dict], strategy: str):
-    """A Ray cluster with a node for each dict of resources. The caller shuts it down."""
-    os.environ["RAY_scheduler_spread_threshold"] = THRESHOLD[strategy]
-    from ray.cluster_utils import Cluster
+@contextlib.contextmanager
+def started(nodes: list[dict], strategy: str):
+    """A Ray cluster with a node for each dict of resources. Its files lie in a folder of its own: in the usual
+    one Ray notes the address, and every `ray.init()` on this machine would join."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        os.environ |= {"RAY_TMPDIR": folder, "RAY_scheduler_spread_threshold": THRESHOLD[strategy]}
+        from ray.cluster_utils import Cluster
 
-    cluster = Cluster()
-    for index, node in enumerate(nodes):
-        head = {"include_dashboard": False} if index == 0 else {}
-        cluster.add_node(node_ip_address=ADDRESS, object_store_memory=80 << 20, **head, **node)
-    return cluster
+        cluster = Cluster()
+        try:
+            for index, node in enumerate(nodes):
+                head = {"include_dashboard": False} if index == 0 else {}
+                cluster.add_node(node_ip_address=ADDRESS, object_store_memory=80 << 20, **head, **node)
+            yield cluster.address
+        finally:
+            cluster.shutdown()
 
 
 def actors_of(address: str) -> list[tuple[str, str]]:
@@ -57,22 +64,21 @@ def actors_of(address: str) -> list[tuple[str, str]]:
 
 def main(args: Args, flags: list[str]) -> int:
     start = time.monotonic()
-    cluster = start_nodes([{"num_cpus": 1}] * args.nodes, args.strategy)
-    print(f"{args.nodes} nodes after {time.monotonic() - start:.0f} s", flush=True)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "algos.grpo", *FLAGS.split(), "--output-dir", f"{folder}/run"]
-            environ = os.environ | {"RAY_ADDRESS": cluster.address, "GLOO_SOCKET_IFNAME": "lo"}
-            code = subprocess.run([*command, *flags], cwd=ROOT, env=environ, timeout=900).returncode
-            steps = len(Path(folder, "run", "metrics.jsonl").read_text().splitlines())
-        actors = actors_of(cluster.address)
-        for (kind, node), count in Counter(actors).items():
-            print(f"{count} x {kind} on node {node}")
-        used = len({node for _, node in actors})
-        print(f"exit code {code}, {steps} steps, {used} nodes used, {time.monotonic() - start:.0f} s in all")
-        return code or used < 2
-    finally:
-        cluster.shutdown()
+    with (
+        started([{"num_cpus": 1}] * args.nodes, args.strategy) as address,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        print(f"{args.nodes} nodes after {time.monotonic() - start:.0f} s", flush=True)
+        command = [sys.executable, "-m", "algos.grpo", *FLAGS.split(), "--output-dir", f"{folder}/run"]
+        environ = os.environ | {"RAY_ADDRESS": address, "GLOO_SOCKET_IFNAME": "lo"}
+        code = subprocess.run([*command, *flags], cwd=ROOT, env=environ, timeout=900).returncode
+        steps = len(Path(folder, "run", "metrics.jsonl").read_text().splitlines())
+        actors = actors_of(address)
+    for (kind, node), count in sorted(Counter(actors).items()):
+        print(f"{count} x {kind} on node {node}")
+    used = len({node for _, node in actors})
+    print(f"exit code {code}, {steps} steps, {used} nodes used, {time.monotonic() - start:.0f} s in all")
+    return code or used < 2
 
 
 if __name__ == "__main__":
