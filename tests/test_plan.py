@@ -31,7 +31,8 @@ PUBLISHED = {
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-8B": 8_190_735_360,
     "Qwen3-30B-A3B": 30_532_122_624,
-    "DeepSeek-V3": 671_026_404_352,
+    "Qwen3.5-35B-A3B": 35_107_181_936,  # with the part that sees; as AutoModel builds it
+    "DeepSeek-V3": 671_026_404_352,  # without its layer for multi-token prediction
 }
 
 
