@@ -122,9 +122,7 @@ def test_submit_quotes_the_flags_for_the_other_shell():
     environ = os.environ | {"RAY": "echo", "RAY_DASHBOARD": "http://head:8265", "ROOT": "/shared/instar"}
     flags = ["scripts/recipes/qwen3_4b.sh", "--chat-template-args", '{"a b": 1}']
     said = output(["bash", ROOT / "scripts/cluster/submit.sh", *flags], env=environ)
-    start = (
-        "job submit --address http://head:8265 -- bash -c cd /shared/instar && RAY_ADDRESS=auto exec bash "
-    )
+    start = "job submit --address http://head:8265 -- bash -c cd /shared/instar && RAY_AUTH_MODE=token RAY_ADDRESS=auto exec bash "
     assert said.startswith(start)
     assert output(["bash", "-c", f"printf '%s\\n' {said.removeprefix(start)}"]).splitlines() == flags
 

@@ -9,6 +9,8 @@ head=$1 nodes=$2 port=${RAY_PORT:-6379}
 shift 2
 # PACK: Ray fills a node before it takes the next (docs/cluster.md)
 export RAY_scheduler_spread_threshold=${RAY_scheduler_spread_threshold:-1}
+# without the mode in its environment a driver sends no token, and `ray start`'s cluster refuses it
+export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} PATH=$PWD/.venv/bin:$PATH
 
 if [[ " $(hostname -I) $(hostname) 127.0.0.2 " != *" $head "* ]]; then # 127.0.0.2: a trial on one machine

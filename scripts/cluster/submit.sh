@@ -8,4 +8,4 @@ set -euo pipefail
 root=${ROOT:-$(cd "$(dirname "$0")/../.." && pwd)}
 printf -v command '%q ' bash "$@"
 exec "${RAY:-$root/.venv/bin/ray}" job submit --address "${RAY_DASHBOARD:?the head, like http://head:8265}" \
-  -- bash -c "cd $root && RAY_ADDRESS=auto exec $command"
+  -- bash -c "cd $root && RAY_AUTH_MODE=token RAY_ADDRESS=auto exec $command"
