@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# A vision-language model: Qwen3.5-35B-A3B, two nodes of eight H200s. DOES NOT RUN: Instar has no images in a
+# trainer's batch, and it refuses --trainer-ep here, as it finds experts only in a configuration without
+# parts. tests/test_recipes.py asserts that refusal; the layout below is what scripts/plan.py plans.
+#   LAUNCH="python scripts/plan.py" bash scripts/recipes/qwen3.5_35b_vlm.sh  memory and time
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+# shellcheck disable=SC2086  # LAUNCH is a command with its arguments
+exec ${LAUNCH:-.venv/bin/python -m algos.grpo} \
+  --model "${MODEL:-Qwen/Qwen3.5-35B-A3B}" --env "jsonl:${DATA:-data.jsonl}" \
+  --output-dir "${OUT:-runs/qwen3.5_35b_vlm}" --num-trainers 8 --trainer-ep 8 --num-engines 4 --engine-tp 2 \
+  --prompts-per-step 64 --group-size 8 --max-new-tokens 2048 --max-model-len 8192 --max-in-flight 32 \
+  --micro-batch-tokens 8192 --activation-checkpointing --zero 3 --refit-timeout-s 300 --save-every 25 "$@"
