@@ -113,8 +113,8 @@ FILES = {
     "file": "",
     "held/metrics.jsonl": "",
     "ended/metrics.jsonl": "",
-    "ended/checkpoints/step_5/progress.json": '{"step": 5, "queue": null}',
-    "ended/checkpoints/step_5/trainer/state": "",
+    "ended/checkpoints/step_5/progress.json": '{"step": 5, "queue": null, "files": {}}',
+    "ended/checkpoints/step_5/trainer/step_000005.jsonl": "",
     "recorded/step_000000.jsonl": "",
     "three/step_000000.jsonl": "",
     "three/step_000001.jsonl": "",
@@ -224,8 +224,8 @@ REFUSED = [
         "lower --max-new-tokens to 4 or raise --max-model-len to 36",
     ),
     # the teacher
-    ("distill", "", "--teacher : ", "use tiny, smollm2, a directory that exists, or a Hub id"),
-    ("distill_topk", "--teacher tini", "--teacher tini: ", "use tiny, smollm2, a directory that exists, or"),
+    ("distill", "", "--teacher : ", "use tiny, tiny-moe, smollm2, a directory that exists, or a Hub id"),
+    ("distill_topk", "--teacher tini", "--teacher tini: ", "use tiny, tiny-moe, smollm2, a directory that exists, or"),
     ("distill", "--teacher nothing", "--teacher nothing: has no config.json; ", "name the folder that has it"),
     (
         "distill", "--teacher other", "--teacher other: to it the ids of --model tiny are other tokens, or none; ",

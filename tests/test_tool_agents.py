@@ -154,8 +154,8 @@ def test_textarena_games():
     assert step.score == 1.0
 
 
-def test_examples_are_named_in_the_readme():
-    readme = (ROOT / "README.md").read_text()
+def test_examples_are_named_in_the_documentation():
+    readme = (ROOT / "docs" / "agents.md").read_text()
     assert [path.name for path in (ROOT / EXAMPLES).glob("*.py") if path.name not in readme] == []
 
 

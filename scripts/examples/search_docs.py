@@ -15,7 +15,7 @@ from common.agent import ChatAgent
 from common.env import Step
 
 CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")  # takes 25 ms: one for all episodes
-GLOSSARY = (Path(__file__).parents[2] / "algos" / "README.md").read_text()
+GLOSSARY = (Path(__file__).parents[2] / "algos" / "README.md").read_text().partition("## Metrics")[2]
 ROWS = re.findall(r"^\| `([a-z_/]+)`[^|]* \| (.+) \|$", GLOSSARY, re.MULTILINE)  # (metric, meaning)
 QUERY = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
 TOOL = {"type": "function", "function": {"name": "search", "description": "Finds.", "parameters": QUERY}}
