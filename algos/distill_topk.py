@@ -165,7 +165,7 @@ class TopLogprobHead(LogprobHead):
     def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
         if self.targets_BS is None or self.targets_BS.dim() == 2:
             return super().forward(hidden_BSH)
-        size = max(1, CHUNK_BYTES["cpu"] // (4 * len(self.head.weight)))
+        size = max(1, CHUNK_BYTES[self.head.weight.device.type] // (16 * len(self.head.weight)))
         chunks = zip(hidden_BSH.flatten(0, 1).split(size), self.targets_BS.flatten(0, 1).split(size))
         how = (self.head.weight, self.head.bias, self.temperature, self.fp32, *self.likeliest)
         parts = [checkpoint(top_logprobs, *chunk, *how, use_reentrant=False) for chunk in chunks]
@@ -591,13 +591,14 @@ def main(args: Args) -> None:
             # the optimizer step, or epochs x minibatches of them
             ticks += [run.ask(run.workers, "stats")]
             clock.lap("time/prepare")
+            training = []
             if rows:
                 shares = make_minibatches(rows, args, step)
                 profiled = 1 <= step - progress["step"] <= args.debug.profile_steps
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
                 training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
-                run.update = step + 1, training
-                row |= training_metrics(run.get(training, f"training step {step}"))
+            run.update = step + 1, training
+            row |= training_metrics(run.get(training, f"training step {step}")) if rows else {}
             empty_steps = 0 if rows and row.get("skipped_frac", 0) < 1 else empty_steps + 1
             if empty_steps == 3:
                 raise RunError("three steps in a row: no valid rollout, or no finite gradient")

@@ -647,13 +647,14 @@ def main(args: Args) -> None:
             # the optimizer step, or epochs x minibatches of them
             ticks += [run.ask(run.workers, "stats")]
             clock.lap("time/prepare")
+            training = []
             if rows:
                 shares = make_minibatches(rows, args, step)
                 profiled = 1 <= step - progress["step"] <= args.debug.profile_steps
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
                 training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
-                run.update = step + 1, training
-                row |= training_metrics(run.get(training, f"training step {step}"))
+            run.update = step + 1, training
+            row |= training_metrics(run.get(training, f"training step {step}")) if rows else {}
             empty_steps = 0 if rows and row.get("skipped_frac", 0) < 1 else empty_steps + 1
             if empty_steps == 3:
                 raise RunError("three steps in a row: no valid rollout, or no finite gradient")

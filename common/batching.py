@@ -80,7 +80,9 @@ def to_device(batch: dict, device: torch.device) -> dict:
 
 def collate(rows: list[dict]) -> dict:
     """Arrays padded on the right with zeros to the longest row, [B, T]; plain numbers as [B]. `lengths` [B]
-    are those without the padding."""
+    are those without the padding. Raises ValueError where rows have different keys."""
+    if any(row.keys() != rows[0].keys() for row in rows):
+        raise ValueError("some rows have routes and others none: was --router-replay changed with --resume?")
     batch = {"lengths": np.array([len(row["token_ids"]) for row in rows])}
     width = batch["lengths"].max()
     for key in rows[0]:

@@ -8,6 +8,7 @@
 A folder without the suffix .partial is complete. Only the newest two keep their trainer/.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -102,7 +103,12 @@ def save_model(model: torch.nn.Module, tokenizer, path: Path, rank: int) -> None
 
 
 def trainer_state(parts: dict) -> dict:
+    fresh = [optimizer for _, optimizer in parts.values() if not optimizer.state]
+    for optimizer in fresh:
+        optimizer.zero_grad()  # with gradients torch would leave out the averages that it has yet to make
     states = {name: state_dict.get_state_dict(model, optimizer) for name, (model, optimizer) in parts.items()}
+    for made in (made for optimizer in fresh for made in optimizer.state.values() if "step" in made):
+        made["step"].zero_()  # making them counted as one
     return {name: {"model": model, "optimizer": optimizer} for name, (model, optimizer) in states.items()}
 
 
@@ -130,7 +136,8 @@ def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progres
         dump_rollouts(str(partial / "trainer"), progress["step"], progress.pop("rollouts", []))
         files = {file.name: digest(file) for file in (partial / "trainer").iterdir()}
         (partial / "progress.json").write_text(json.dumps(progress | {"files": files}))
-        shutil.rmtree(final, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(final, f"{final}.old.partial")
         os.rename(partial, final)
         for failed in final.parent.glob("*.partial"):
             shutil.rmtree(failed)
@@ -141,7 +148,10 @@ def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progres
 def load_checkpoint(path: str, parts: dict) -> None:
     """Weights and optimizers of `parts` as they were saved, also by another number of ranks."""
     state = trainer_state(parts)
-    dcp.load(state, checkpoint_id=Path(path) / "trainer")
+    try:
+        dcp.load(state, checkpoint_id=Path(path) / "trainer")
+    except CheckpointException as error:  # no Exception, as above
+        raise OSError(f"{path} could not be loaded: {error}") from error
     for name, (model, optimizer) in parts.items():
         loaded = {"model_state_dict": state[name]["model"], "optim_state_dict": state[name]["optimizer"]}
         state_dict.set_state_dict(model, optimizer, **loaded)

@@ -59,16 +59,20 @@ def run(main, args) -> None:
     """
     from common.cluster import RunError, signals  # it imports this module
 
+    lost = None
     while True:
         try:
             return main(args)
         except FlagError as error:
+            if lost:  # there was nothing to go on from, or too little is left to run on
+                raise lost from error
             refuse(error)
-        except KeyboardInterrupt:
-            sys.exit(128 + (signals or [signal.SIGINT])[0])
-        except RunError:
-            if signals or not args.save.fault_budget:
+        except (KeyboardInterrupt, RunError) as error:
+            if signals or isinstance(error, KeyboardInterrupt):
+                sys.exit(128 + (signals or [signal.SIGINT])[0])
+            if not args.save.fault_budget:
                 raise
+            lost = error
             args.save.fault_budget, args.save.resume = args.save.fault_budget - 1, True
             print("starting again from the last checkpoint", flush=True)
 
@@ -227,13 +231,11 @@ def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
     if reasons and flags.packing == "on":
         raise FlagError(f"--packing on: {model} {reasons[0]}; use --packing off")
     on_gpus = torch.cuda.is_available() or bool(os.environ.get("RAY_ADDRESS"))
-    if engine:
+    if engine and engine.router_replay == "on":
         plugin = entry_points(group="vllm.general_plugins", name="cpu_routes")
-        fits = sparse and not flags.compile and bool(on_gpus or plugin)
-        if engine.router_replay == "on" and not fits:
+        if not sparse or flags.compile or not (on_gpus or plugin):
             why = "needs a mixture of experts without --compile, and GPUs (see scripts/cpu_routes for a CPU)"
             raise FlagError(f"--router-replay on: {why}; use --router-replay off")
-        engine.router_replay = engine.router_replay.replace("auto", "on" if fits else "off")
     if flags.packing == "auto":
         flags.packing = "on" if on_gpus and not reasons else "off"
 

@@ -19,7 +19,7 @@ from common.sample_queue import pack_group, unpack_group
 
 DEATHS = (RayActorError, OutOfMemoryError)
 ROOT_CAUSE_S = 3.0  # how long an error waits for the news that a process died, which may have caused it
-RESCUE_S = 300.0  # how long a run that ends early waits for its trainers, to save what they have
+RESCUE_S = 900.0  # how long a run that ends early waits for its trainers, to save what they have
 
 OUT_OF_MEMORY = "; lower --micro-batch-tokens (trainer), --gpu-memory-utilization, --kv-cache-gb (engine)"
 LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for a request to find the machine's outside address
@@ -124,9 +124,11 @@ class Run(contextlib.AbstractContextManager):
         self.tasks: dict[ray.ObjectRef, str] = {}  # calls that last as long as the run, by what they are
 
     def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, RunError | Stopped):
-            self._rescue()
-        ray.shutdown()
+        try:
+            if isinstance(error, RunError | Stopped):
+                self._rescue()
+        finally:
+            ray.shutdown()
 
     def _rescue(self) -> None:
         """Saves what is trained, if the trainers and the queue live: they are all that it takes."""
@@ -136,7 +138,7 @@ class Run(contextlib.AbstractContextManager):
             self.get(update, "the newest update")
             if step > self.saved:
                 print(f"saved {self.save(step)}", flush=True)
-        except RunError as lost:
+        except (RunError, RayError, OSError) as lost:
             print(f"not saved: {lost}", flush=True)
 
     def save(self, step: int) -> str:

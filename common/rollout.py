@@ -41,9 +41,9 @@ class EngineFlags:
     record_top_k: Annotated[int, Ge(0)] = 0
     """Likeliest tokens of the engine that are kept, with log-probs, at each sampled one. For
     algos/score_centering.py."""
-    router_replay: Literal["auto", "on", "off"] = "auto"
+    router_replay: Literal["on", "off"] = "off"
     """For mixtures of experts: the trainer sends each token to the experts to which the engine sent it (R3).
-    Without, the two choose apart, and --correction has to make up for it. auto: on GPUs."""
+    Without, the two choose apart, and --correction has to make up for it. Tried on a CPU only so far."""
 
 
 @dataclass

@@ -28,7 +28,7 @@ class RouterReplay(TorchFunctionMode):
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
-        self.config, self.routers, self.real_N1 = model.config, routers(model), None
+        self.config, self.routers, self.real_N1 = model.config.get_text_config(), routers(model), None
         self.counts: dict[int, torch.Tensor] = {}  # by layer: tokens of each expert, and replayed misses
         for layer, router in self.routers.items():
             router.forward = partial(self._route, layer, router.forward)
@@ -80,9 +80,14 @@ class RouterReplay(TorchFunctionMode):
     def metrics(self) -> dict:
         """`moe/*` since the last call as (sum, count), equal on all ranks: a collective. Raises ValueError
         where the replayed experts are far from those that the trainer would choose."""
+        if unseen := self.routers.keys() - self.counts.keys():
+            if self.routes_NLK is not None:
+                why = f"the routers of layers {sorted(unseen)} chose by something else than topk"
+                raise ValueError(f"a {self.config.model_type}: {why}: use --router-replay off")
+            return {}
         if not self.routers:
             return {}
-        counts = torch.stack([self.counts[layer] for layer in self.routers])  # none may choose unseen
+        counts = torch.stack([self.counts[layer] for layer in self.routers])
         dist.all_reduce(counts)
         self.counts, load_LE, experts = {}, counts[:, :-1], counts.shape[1] - 1
         share_LE, missed = load_LE / load_LE.sum(1, keepdim=True), float(counts[:, -1].sum() / load_LE.sum())

@@ -18,6 +18,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,8 @@ class Box:
         at, children = self.process.pid, f"/proc/{self.process.pid}/task/{self.process.pid}/children"
         if self.process.poll() is None:
             inside = Path(children).read_text().split() if self.owner.bubblewrap else []
-            os.kill(int(inside[0]) if inside else -at, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(int(inside[0]) if inside else -at, signal.SIGKILL)
         self.process.wait(START_S)
         self.process.stdin.close(), self.process.stdout.close()
 
@@ -173,7 +175,8 @@ class Sandbox:
 
     def run(self, source: str, language: str = "python") -> Result:
         """Runs Python, or a shell script ("sh"), in /tmp of a new box. The next box is made meanwhile."""
-        boxes = self.boxes.setdefault(os.getpid(), [])  # a fork's parent has its own
+        place = os.getpid(), threading.get_ident()  # a fork's parent has its own, and so has each thread
+        boxes = self.boxes.setdefault(place, [])
         boxes[:] = [box for box in boxes if box.process.poll() is None]
         boxes += [Box(self) for _ in range(self.warm + 1 - len(boxes))]
         box = boxes.pop(0)

@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args, flags = parser.parse_known_args()
     if args.child:
-        return child(args.folder, args.kills, args.seed, flags)
+        return child(args.folder, args.kills, args.seed, [*flags, "--seed", str(args.seed)])
     args.folder.mkdir(parents=True, exist_ok=True)
     run, deadline, code = args.folder / "run", time.monotonic() + 60 * args.minutes, None
     command = [sys.executable, __file__, str(args.folder), "--kills", str(args.kills), "--child"]

@@ -123,6 +123,23 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_one_that_was_not_interrupte
     assert equal(weights(model), weights(trained[0])), "the two steps moved it"
 
 
+def test_a_model_that_was_not_stepped_yet_goes_on_as_if_nothing_had_been_saved(world, tiny, tmp_path):
+    """As the policy in PPO's warm-up of the critic: gradients are there, averages are not."""
+
+    def fresh() -> tuple:
+        model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+        return model, adamw(model)
+
+    saved, resumed, other = fresh(), fresh(), fresh()
+    saved[0](input_ids=torch.arange(24).reshape(2, 12)).logits.sum().backward()
+    load_checkpoint(str(save(tmp_path, 1, saved)), {"policy": resumed})
+    assert {float(state["step"]) for state in resumed[1].state.values()} == {0.0}
+    for pair in (saved, resumed, other):
+        train(*pair, range(2))
+    for pair in (saved, resumed):
+        assert equal(weights(pair[0]) | moments(*pair), weights(other[0]) | moments(*other)) == []
+
+
 def test_several_models_are_saved_side_by_side(world, tiny, trained, tmp_path):
     other = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     critic = other, adamw(other)

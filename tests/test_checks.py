@@ -1,15 +1,18 @@
 """Every refusal names the flag, the value it got and what to do instead."""
 
+import functools
 import json
 import math
+import signal
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tyro
 
 from algos.grpo import Args
-from common import checks
+from common import checks, cluster
 from common.env import EnvFlags
 from common.logger import LogFlags
 from common.models import make_tiny
@@ -234,6 +237,35 @@ def test_run_ends_with_130_on_ctrl_c():
     assert caught.value.code == 130
 
 
+def test_run_starts_again_within_its_budget_and_ends_with_what_died(capsys):
+    args, ran = SimpleNamespace(save=SimpleNamespace(fault_budget=2, resume=False)), []
+
+    def loses_an_engine(args, then=None):
+        ran.append((args.save.fault_budget, args.save.resume))
+        if len(ran) > 1 and then:
+            raise then
+        raise cluster.RunError("engine died")
+
+    with pytest.raises(cluster.RunError, match="engine died"):
+        checks.run(loses_an_engine, args)
+    assert ran == [(2, False), (1, True), (0, True)]
+    args.save, ran[:] = SimpleNamespace(fault_budget=2, resume=False), []
+    nothing = checks.FlagError("--resume: no checkpoint to go on from")
+    with pytest.raises(cluster.RunError, match="engine died") as caught:
+        checks.run(functools.partial(loses_an_engine, then=nothing), args)
+    assert caught.value.__cause__ is nothing and len(ran) == 2
+
+
+def test_run_ends_with_the_signal_though_a_process_died_with_it(monkeypatch):
+    def both(_):
+        raise cluster.RunError("engine died")
+
+    monkeypatch.setattr(cluster, "signals", [signal.SIGTERM])
+    with pytest.raises(SystemExit) as caught:
+        checks.run(both, None)
+    assert caught.value.code == 128 + signal.SIGTERM
+
+
 # --- The parser's part
 
 
@@ -292,23 +324,20 @@ def layout(model: str, **flags) -> str:
 def test_router_replay_is_for_mixtures_of_experts_whose_engine_records_them(tmp_path, monkeypatch):
     dense, sparse = make_tiny(tmp_path / "dense"), make_tiny(tmp_path / "moe", moe=True, tied=False)
 
-    def decided(model: str, asked: str, **flags) -> str:
-        engine = EngineFlags(router_replay=asked)
-        checks.check_layout(model, ParallelFlags(**flags), engine)
-        return engine.router_replay
+    def check(model: str, asked: str, **flags) -> None:
+        checks.check_layout(model, ParallelFlags(**flags), EngineFlags(router_replay=asked))
 
     said = "--router-replay on: needs a mixture of experts without --compile, and GPUs"
     for plugin in (False, True):
         if plugin:  # what makes vLLM record experts on a CPU
             monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts" / "cpu_routes"))
         for model, flags in ((dense, {}), (sparse, {"compile": True}), (sparse, {})):
-            assert decided(model, "off", **flags) == "off"
+            check(model, "off", **flags)
             if plugin and model == sparse and not flags:
-                assert decided(model, "on") == decided(model, "auto") == "on"
+                check(model, "on")
                 continue
-            assert decided(model, "auto", **flags) == "off"
             with pytest.raises(checks.FlagError, match=said):
-                decided(model, "on", **flags)
+                check(model, "on", **flags)
 
 
 def test_packing_is_refused_for_models_whose_rows_it_would_mix(tmp_path):

@@ -36,7 +36,7 @@ def box():
         pytest.skip(f"no sandbox on this machine: {error}")
     yield sandbox
     del os.environ[KEY]
-    for each in sandbox.boxes[os.getpid()]:
+    for each in sandbox.boxes[os.getpid(), threading.get_ident()]:
         each.kill()
 
 
@@ -50,7 +50,7 @@ def short(**limits):
     try:
         yield sandbox
     finally:
-        for each in sandbox.boxes[os.getpid()]:
+        for each in sandbox.boxes[os.getpid(), threading.get_ident()]:
             each.kill()
 
 
@@ -171,7 +171,7 @@ def test_the_network_is_gone_without_the_filter_too(box):
     """Two walls: with the filter left out, the namespace has no way out either."""
     listener = socket.create_server(("127.0.0.1", 0))
     with short(timeout_s=60) as sandbox:
-        for each in sandbox.boxes[os.getpid()]:
+        for each in sandbox.boxes[os.getpid(), threading.get_ident()]:
             each.kill()
         sandbox.boxes.clear()
         sandbox.rules = struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)  # allows all
@@ -469,21 +469,21 @@ def wait_for(condition, seconds: float = 30) -> None:
 
 def test_a_fork_makes_boxes_of_its_own(box):
     say(box, "print(1)")
-    ahead = [each.process.pid for each in box.boxes[os.getpid()]]
+    ahead = [each.process.pid for each in box.boxes[os.getpid(), threading.get_ident()]]
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:  # what is raised here must not reach pytest's copy
         with contextlib.suppress(BaseException):
             text = box.run("print('child')").text
-            used = {each.process.pid for each in box.boxes[os.getpid()]} & set(ahead)
+            used = {each.process.pid for each in box.boxes[os.getpid(), threading.get_ident()]} & set(ahead)
             os.write(writing, f"{text} {len(used)}".encode())
-            for each in box.boxes[os.getpid()]:
+            for each in box.boxes[os.getpid(), threading.get_ident()]:
                 each.kill()
         os._exit(0)
     os.close(writing)
     assert os.waitpid(child, 0)[1] == 0 and os.read(reading, 100) == b"child 0"
     os.close(reading)
-    assert [each.process.pid for each in box.boxes[os.getpid()]] == ahead
+    assert [each.process.pid for each in box.boxes[os.getpid(), threading.get_ident()]] == ahead
     assert say(box, "print('parent')") == "parent"
 
 
@@ -550,7 +550,7 @@ def test_the_flag_runs_it_all_the_same_and_says_so(monkeypatch, capfd, tmp_path)
     sandbox = Sandbox(unsafe=True, timeout_s=1)
     assert sandbox.run("import time\ntime.sleep(600)").stopped == "timeout"
     assert sandbox.run("sleep 600", "sh").stopped == "timeout"
-    for each in sandbox.boxes[os.getpid()]:
+    for each in sandbox.boxes[os.getpid(), threading.get_ident()]:
         each.kill()
 
 
