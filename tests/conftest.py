@@ -7,6 +7,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 import pytest
 from hypothesis import HealthCheck, settings
 
+import common  # noqa: F401  before Ray, whose local clusters it gives a token
+
 # A slow machine is no finding: how long an example takes is never what a test is about.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
