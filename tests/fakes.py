@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import jinja2
 import torch
+from transformers import PreTrainedConfig
 
 from common.env import Env, Step
 from common.envs.pool import EnvError, Server, plain
@@ -191,7 +192,7 @@ def observe(observation: str | list[int] | None, reward: float = 0.0, **ends) ->
 class TableLM(torch.nn.Module):
     """A bigram LM: the logits after token i are row i of `table` [V, V], its only parameter."""
 
-    config = SimpleNamespace(_attn_implementation="sdpa")
+    config = PreTrainedConfig(attn_implementation="sdpa")
     mesh = SimpleNamespace(device_mesh=None, moe_mesh=None)
 
     def __init__(self, table_VV: torch.Tensor, extra_positions: int = 0):

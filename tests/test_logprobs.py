@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 import common.logprobs
 from algos.grpo import Args, Trainer
@@ -89,7 +90,7 @@ def test_the_entropy_is_that_of_the_distribution_at_each_position():
 class TiedLM(torch.nn.Module):
     """An embedding, one layer, and a head that shares the embedding's weight."""
 
-    config = SimpleNamespace(_attn_implementation="sdpa")
+    config = PreTrainedConfig(attn_implementation="sdpa")
 
     def __init__(self, bias: bool):
         super().__init__()

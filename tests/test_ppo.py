@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedConfig
 
 from algos.ppo import (
     Args,
@@ -195,7 +196,7 @@ def world():
 class NumberedCritic(torch.nn.Module):
     """The value after a token is the number that its id has."""
 
-    config = SimpleNamespace(_attn_implementation="sdpa")
+    config = PreTrainedConfig(attn_implementation="sdpa")
 
     def __init__(self, numbers: torch.Tensor):
         super().__init__()
