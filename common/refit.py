@@ -301,7 +301,6 @@ class Wire:
         if self.transport == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = 2 * timeout  # `finish` comes first: NCCL's own watchdog ends the process
-            options.is_high_priority_stream = True  # before the kernels that pack and place beside it
             self.data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self.store), *place, options)
 
     def send_object(self, value: dict) -> None:
@@ -404,7 +403,6 @@ class WeightSender:
         self.model, self.rank, self.timeout_s = model, rank, timeout_s
         self.dtype, self.wire, self.entries, self.sizes = getattr(torch, dtype), None, [], []
         self.slots: dict[int, tuple] = {}  # views of the tensors and of the gaps between them, by bucket
-        self.order: list[str] = []  # names, as they are sent
         self.last: list[int] = []  # the checksums of the payload before
 
     def join(self, store: dist.Store, num_trainers: int, num_workers: int) -> None:
@@ -418,7 +416,7 @@ class WeightSender:
 
         Every rank must call it: gathering the shards is a collective.
         """
-        first, named = not self.last, self._named()
+        first, named = not self.last, weights_of(self.model)
         if first and self.wire.member:
             dtypes = [tensor.dtype if CHOICE_BIAS in name else self.dtype for name, tensor in named]
             shapes = [(n, torch.empty(t.shape, dtype=d, device="meta")) for (n, t), d in zip(named, dtypes)]
@@ -431,17 +429,6 @@ class WeightSender:
             hashes = self._send_buckets(named)
         changed, self.last = hashes != self.last, hashes
         return {"version": version, "bytes": sum(self.sizes), "changed": changed}
-
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
-        """All weights, with those that fill a bucket (embeddings, heads) in the middle: nothing overlaps
-        with packing the first bucket and placing the last one, so these should be small."""
-        named = dict(weights_of(self.model))
-        if not self.order:
-            most = BUCKET_BYTES[self.wire.transport] // self.dtype.itemsize
-            large = [name for name, parameter in named.items() if parameter.numel() > most]
-            small = [name for name in named if name not in large]
-            self.order = small[: len(small) // 2] + large + small[len(small) // 2 :]
-        return [(name, named[name]) for name in self.order]
 
     def _announce(self, value: dict) -> None:
         if self.rank == 0:

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
@@ -37,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from algos import grpo
 from common.checks import EXPERTS, refuse
 from common.parallel import CudaIsCpu, ParallelFlags, local
-from common.refit import RefitError, WeightSender, check_coverage, checkpoint_tensors, learn_plan
+from common.refit import RefitError, check_coverage, checkpoint_tensors, learn_plan, weights_of
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 256}
 SMALL |= {"num_hidden_layers": 2, "num_experts_per_tok": 2, "q_lora_rank": 32, "num_attention_heads": 4}
@@ -116,9 +115,7 @@ def shard_bytes(model: torch.nn.Module) -> dict:
 
 def sent_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """What the sender of a refit would send, whole and on the meta device, under the checkpoint's names."""
-    sender = WeightSender(model, 0, "float32", 1.0)
-    sender.wire = SimpleNamespace(transport="nccl")
-    whole = [(name, torch.empty(tensor.shape, device="meta")) for name, tensor in sender._named()]
+    whole = [(name, torch.empty(tensor.shape, device="meta")) for name, tensor in weights_of(model)]
     return list(checkpoint_tensors(whole))
 
 
