@@ -10,8 +10,8 @@ from algos.ppo import turn_rewards
 from common.metrics import rollout_metrics
 from common.rollout import transcript
 from common.sample import Rollout, extend_segment
-from common.sandbox import Sandbox, SandboxError
 from tests.test_chat_agents import EXAMPLES, play
+from tests.test_sandbox import made
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,10 +19,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def contained():
     """Skips, saying why, where model-written code cannot be contained."""
-    try:
-        Sandbox(warm=0)
-    except SandboxError as error:
-        pytest.skip(f"no sandbox on this machine: {error}")
+    made(warm=0)
 
 
 def index_of(kind, task: dict) -> int:
