@@ -229,7 +229,7 @@ class RolloutWorker:
             "system_prompt": args.data.system_prompt,
             "template_args": json.loads(args.data.chat_template_args),
         }
-        self.engine = Engine(model_path, dtype, args.seed + index, args.engine, gpus)
+        self.engine = Engine(model_path, dtype, args.seed + index, args.engine, gpus, args.parallel.lora_rank)
         await self.engine.start([self.tokenizer.eos_token_id])
         timeouts = (args.deadline.start_timeout_s, args.deadline.refit_timeout_s)
         await self.engine.connect(*store, index, args.parallel.num_trainers, *timeouts)

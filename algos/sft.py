@@ -347,6 +347,7 @@ def check_flags(args: Args) -> None:
     """Refuses what cannot work, before anything starts."""
     checks.check_ranges(args)
     checks.check_parallel(args.parallel)
+    checks.check_lora(args.parallel, args.save)
     checks.check_layout(args.model, args.parallel)
     checks.check_files(args.save, args.log)
 

@@ -294,7 +294,7 @@ class Client:
         name = f"chat{engine.requests}"  # a client may have chosen `request_id`
         if exchange.judge:
             asked.seed = None if current_platform.is_cpu() else asked.seed  # it kills vLLM's CPU engine
-            outputs = self.llm.generate(prompt, asked, name, **settings)
+            outputs = self.llm.generate(prompt, asked, name, **settings | engine.adapter)
         else:
             outputs = self.record(exchange, asked, prompt, name)
         try:
@@ -318,7 +318,7 @@ class Client:
             skip_special_tokens=asked.skip_special_tokens, stream_interval=asked.stream_interval,
         )  # fmt: skip
         parts: dict[int, SimpleNamespace] = {}
-        async for output in self.llm.generate(prompt, sampling, name):
+        async for output in self.llm.generate(prompt, sampling, name, **engine.adapter):
             if greedy:
                 output.outputs = [replace(o, index=i) for o in output.outputs for i in range(asked.n)]
             for piece in output.outputs:

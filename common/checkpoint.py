@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import CheckpointException, state_dict
 
 from common.checks import FlagError
 from common.debug import dump_rollouts, read_rollouts
-from common.refit import checkpoint_tensors, clean, weights_of
+from common.refit import checkpoint_tensors, clean, merged
 
 
 @dataclass
@@ -88,9 +88,10 @@ def digest(path: Path) -> str:
 
 @torch.no_grad()
 def save_model(model: torch.nn.Module, tokenizer, path: Path, rank: int) -> None:
-    """Weights, config and tokenizer. Every rank must call it: gathering the shards is a collective."""
+    """Weights (with LoRA, merged), config and tokenizer. Every rank must call it: gathering the shards is a
+    collective."""
     state = {}
-    for name, tensor in checkpoint_tensors(weights_of(model)):
+    for name, tensor in checkpoint_tensors(merged(model)):
         if rank == 0:
             # experts are views of one tensor, and the file format wants storages of their own
             state[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -200,6 +200,18 @@ def check_parallel(flags) -> None:
         raise FlagError("--optimizer muon --offload-optimizer: offloading is AdamW's; use one of them")
 
 
+def check_lora(flags, save) -> None:
+    """Refuses what adapters are not built for. (`check_layout` refuses models.)"""
+    for flag, given, why in (
+        (f"--trainer-tp {flags.trainer_tp}", flags.trainer_tp > 1, "adapters are not split; use 1"),
+        ("--optimizer muon", flags.optimizer == "muon", "not tried on factors of a matrix; use adamw"),
+        ("--compile", flags.compile, "not tried; leave it out"),
+        ("--init-from", save.init_from, "engines add adapters to the weights of --model; give it there"),
+    ):
+        if flags.lora_rank and given:
+            raise FlagError(f"{flag} with --lora-rank {flags.lora_rank}: {why}")
+
+
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a mixture of experts
 NO_PACKING = {
     EXPERTS: "is a mixture of experts",
@@ -226,6 +238,8 @@ def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
     sparse = "is a mixture of experts" in reasons
     if flags.trainer_ep > 1 and not sparse:
         raise FlagError(f"--trainer-ep {flags.trainer_ep}: {model} has no experts; use 1")
+    if flags.lora_rank and sparse:
+        raise FlagError(f"--lora-rank {flags.lora_rank}: {model} has experts, which take no adapters; use 0")
     if set(config.get("layer_types") or []) - {"full_attention", "sliding_attention"}:
         reasons.append("has layers besides attention")
     if reasons and flags.packing == "on":
@@ -279,6 +293,7 @@ def check_shared(model: str, engine, parallel, data, save, debug, log) -> None:
     """Refuses what cannot work in the groups of flags that every algorithm has, and decides --packing."""
     check_json_object("--chat-template-args", data.chat_template_args)
     check_parallel(parallel)
+    check_lora(parallel, save)
     check_layout(model, parallel, engine)
     if not os.environ.get("RAY_ADDRESS"):
         gpus = torch.cuda.device_count()

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Lt
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -52,6 +52,11 @@ class ParallelFlags:
     """On GPUs, computes the routers of a mixture of experts in fp32 instead of the dtype of the weights."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon needs the package dion."""
+    lora_rank: Literal[0, 1, 8, 16, 32, 64, 128, 256, 320, 512] = 0  # those that vLLM has
+    """Rank of LoRA adapters on every linear layer but the output head. They are all that is trained, and all
+    that a refit sends. 0: none, the whole model is trained."""
+    lora_alpha: Annotated[float, Gt(0), Lt(float("inf"))] = 32.0
+    """An adapter adds alpha / rank times its product of two factors. Raising it works like a higher --lr."""
 
     @property
     def data_ranks(self) -> int:
@@ -95,11 +100,18 @@ def build_model(
     )
     config = AutoConfig.from_pretrained(path).to_dict()
     sparse = any(config.get(key) for key in EXPERTS)
+    lora = None
+    if flags.lora_rank:
+        from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
+
+        lora = PeftConfig(target_modules=["*_proj"], dim=flags.lora_rank, alpha=flags.lora_alpha)
     if on_gpu or flags.trainer_ep > 1:
         gate = torch.float32 if flags.fp32_router else None
-        model = load_by_automodel(path, setup, sparse, compute, on_gpu, gate)
+        model = load_by_automodel(path, setup, sparse, compute, on_gpu, gate, lora)
     else:  # AutoModel's own loader asks for a CUDA device; its parallelizer does not
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        if lora:
+            apply_lora_to_linear_modules(model, lora)
         model = parallelize_model(model, setup.mesh_context)
     if on_gpu and dist.get_world_size() == 1:  # AutoModel leaves a single rank as it is, in fp32
         layers = model.model.layers
@@ -115,13 +127,14 @@ def build_model(
     return model
 
 
-def load_by_automodel(path: str, setup, sparse: bool, compute, on_gpu: bool, gate) -> torch.nn.Module:
+def load_by_automodel(path: str, setup, sparse: bool, compute, on_gpu: bool, gate, lora) -> torch.nn.Module:
     """Through AutoModel's own loader, which shards while it loads and has its own mixtures of experts, whose
     routers compute in the dtype `gate` (None: as all else)."""
     from nemo_automodel import NeMoAutoModelForCausalLM
     from nemo_automodel.components.models.common import BackendConfig
 
     settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "use_liger_kernel": False}
+    settings["peft_config"] = lora
     if sparse:  # neither TransformerEngine nor DeepEP
         plain = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch", "dispatcher": "torch"}
         experts = "torch_mm" if compute == torch.bfloat16 else "torch"  # the faster one is for bf16 alone

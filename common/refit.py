@@ -77,6 +77,22 @@ def weights_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *biases]
 
 
+def adapters_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The factors A [rank, in] and B [out, rank] of LoRA layers, B times alpha / rank: what vLLM has as well,
+    which adds B A x to W x. Empty where the whole model is trained."""
+    layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")]
+    factors_A = [(f"{name}.lora_A", layer.lora_A.weight) for name, layer in layers]
+    return factors_A + [(f"{name}.lora_B", layer.scale * layer.lora_B.weight) for name, layer in layers]
+
+
+def merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """`weights_of` a model after training: W + alpha / rank x B A for a layer with LoRA."""
+    layers = {f"{name}.weight": layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+    for name, weight in weights_of(model):
+        if ".lora_" not in name:
+            yield name, layers[name].materialize_effective_weight() if name in layers else weight
+
+
 def clean(name: str) -> str:
     """A parameter's name without what a wrapper adds that recomputes activations."""
     return name.replace("_checkpoint_wrapped_module.", "")
@@ -416,7 +432,7 @@ class WeightSender:
 
         Every rank must call it: gathering the shards is a collective.
         """
-        first, named = not self.last, weights_of(self.model)
+        first, named = not self.last, adapters_of(self.model) or weights_of(self.model)
         if first and self.wire.member:
             dtypes = [tensor.dtype if CHOICE_BIAS in name else self.dtype for name, tensor in named]
             shapes = [(n, torch.empty(t.shape, dtype=d, device="meta")) for (n, t), d in zip(named, dtypes)]

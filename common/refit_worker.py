@@ -67,6 +67,7 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         self.places: dict[int, tuple] = {}  # the plan as lists of views, by bucket
         self.received: dict[str, int] = {}  # checksums of tensors, for the reload alone
         self.report: dict = {}
+        self.manager = getattr(self.model, "lora_manager", None)
         self.poisoned = False
 
     def start_weight_update(self) -> None:
@@ -112,9 +113,22 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         """Loads through the model's own loader, and records where it put what."""
         tensors = [(entry.name, entry.view(bucket)) for entry in self.members[index]]
         try:
-            self.plan |= refit.learn_plan(self.model.load_weights, tensors)
+            load = self._load_factors if self.manager else self.model.load_weights
+            self.plan |= refit.learn_plan(load, tensors)
         except (KeyError, ValueError) as error:
             raise RefitError(f"the engine does not know a name that the trainer sent: {error}") from error
+
+    def _load_factors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """LoRA's counterpart of `load_weights`. Each factor goes to the slot of the only adapter through its
+        layer's own method, which takes two factors or a list for each part of a merged layer."""
+        parts = self.manager.packed_modules
+        place = {part: (name, i) for name, merged in parts.items() for i, part in enumerate(merged)}
+        for name, tensor in tensors:
+            module, _, kind = name.rpartition(".")
+            name, index = place.get(module, (module, None))
+            other = tensor.new_empty(0, 0) if index is None else [None] * len(parts[name])
+            own = tensor if index is None else [*other[:index], tensor, *other[index + 1 :]]
+            self.manager.modules[name].set_lora(0, *((own, other) if kind == "lora_A" else (other, own)))
 
     def _place(self, index: int, bucket: torch.Tensor) -> None:
         if index not in self.places:
@@ -175,7 +189,12 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
             for name, module in self.model.named_modules()
             if isinstance(module, VocabParallelEmbedding)
         }
-        refit.check_coverage(self.plan, parameters, padding)
+        slots = {
+            f"factor {index} of {name}": slot
+            for name, layer in (self.manager.modules.items() if self.manager else ())
+            for index, slot in enumerate([*layer.lora_a_stacked, *layer.lora_b_stacked])
+        }
+        refit.check_coverage(self.plan, slots or parameters, padding)
         changed = self._changed(before)
         storages = {parameters[n].untyped_storage().data_ptr() for n in changed if n in parameters}
         self.repacked = {
@@ -209,6 +228,14 @@ WeightTransferEngineFactory.register_engine("instar", TransferEngine)
 
 class WorkerExtension:
     """Methods that vLLM mixes into its worker."""
+
+    def make_adapter(self) -> None:
+        """LoRA: adapter 1, all zeros until a refit. At its end vLLM would forget all adapters, as those of an
+        older base."""
+        manager = self.model_runner.get_model().lora_manager
+        manager.add_adapter(manager.create_dummy_lora(1, manager.lora_config.max_lora_rank, {}))
+        manager.activate_adapter(1)
+        self.model_runner.reset_lora_state = lambda: None
 
     def refit(self, version: int) -> dict:
         """One refit in one control call. Returns mode, bytes and seconds; raises RefitError."""

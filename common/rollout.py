@@ -14,6 +14,10 @@ from common.envs.pool import EnvError, EnvPool
 from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
 
 
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"]  # of vLLM; the gate checks that all came
+LORA_TARGETS += ["gate_proj", "up_proj", "gate_up_proj", "down_proj"]
+
+
 @dataclass
 class EngineFlags:
     num_engines: Annotated[int, Ge(1)] = 1
@@ -64,12 +68,16 @@ class Engine:
     """vLLM's AsyncLLM with final outputs only. Build it inside a running event loop, then await `start`."""
 
     chat_server = None  # the task that starts it, once a ChatAgent needs it
+    adapter: dict = {}  # what a request says of LoRA
 
-    def __init__(self, model_path: str, dtype: str, seed: int, flags: EngineFlags, gpus: float):
+    def __init__(
+        self, model_path: str, dtype: str, seed: int, flags: EngineFlags, gpus: float, lora_rank: int = 0
+    ):  # fmt: skip
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
         from vllm import AsyncEngineArgs, SamplingParams
         from vllm.config import WeightTransferConfig
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -77,6 +85,7 @@ class Engine:
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         share = flags.gpu_memory_utilization or 0.8 * gpus
         on_gpu = {"gpu_memory_utilization": share, "compilation_config": graphs, "moe_backend": "triton"}
+        lora = {"enable_lora": True, "max_lora_rank": lora_rank, "lora_target_modules": LORA_TARGETS}
         kv_cache_gb = flags.kv_cache_gb or (None if gpus else 0.25)
         self.llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
@@ -95,16 +104,21 @@ class Engine:
                 distributed_executor_backend="mp" if flags.engine_tp > 1 else None,
                 kv_cache_memory_bytes=kv_cache_gb and int(kv_cache_gb * 2**30),
                 **(on_gpu if gpus else {"enforce_eager": True}),
+                **(lora if lora_rank else {}),
             )
         )
         self.make_sampling, self.final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         self.flags, self.max_model_len = flags, flags.max_model_len
         self.requests = self.sampled_tokens = 0
+        if lora_rank:  # nothing is read from its path
+            self.adapter = {"lora_request": LoRARequest("policy", 1, "sent by refits")}
 
     async def start(self, stop_token_ids: list[int]) -> None:
         """Labels the weights and runs a first forward, so that nothing that is timed later pays for it."""
         self.stop_token_ids = stop_token_ids
         await self.llm.update_weight_version("0")
+        if self.adapter:
+            await self.llm.collective_rpc("make_adapter")
         await self.generate([stop_token_ids[0]] * 4, n=2, temperature=1.0, max_tokens=4)
         self.sampled_tokens = 0
 
@@ -135,7 +149,7 @@ class Engine:
     async def _ask(self, prompt_ids: list[int], sampling):
         self.requests += 1
         prompt = {"prompt_token_ids": prompt_ids}
-        async for final in self.llm.generate(prompt, sampling, f"r{self.requests}"):
+        async for final in self.llm.generate(prompt, sampling, f"r{self.requests}", **self.adapter):
             pass
         return final
 
