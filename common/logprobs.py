@@ -104,8 +104,9 @@ class LinearLogprobs(torch.autograd.Function):
             rows = targets_T[c], log_z_T[c], entropy_T[c], grad_T[c], entropy_grad_T[c]
             gradient_TV = logit_gradients_(logits_TV, *rows, ctx.temperature)
             hidden_grad_TH[c] = gradient_TV @ weight_VH
-            weight_grad_VH = add_product(weight_grad_VH, gradient_TV.T, hidden_TH[c])
-            if bias_V is not None:
+            if ctx.needs_input_grad[1]:  # beside LoRA a head is frozen
+                weight_grad_VH = add_product(weight_grad_VH, gradient_TV.T, hidden_TH[c])
+            if ctx.needs_input_grad[2]:
                 part_V = gradient_TV.sum(0, dtype=weight_grad_VH.dtype)
                 bias_grad_V = part_V if bias_grad_V is None else bias_grad_V + part_V
             del logits_TV, gradient_TV

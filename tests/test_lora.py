@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import common.refit
 from algos.grpo import Args, Trainer, make_minibatches
+from common.logprobs import LogprobHead
 from common.models import char_tokenizer, make_tiny, resolve_model
 from common.parallel import ParallelFlags
 from common.refit import RefitError, adapters_of, checkpoint_tensors, compare_probe, merged, open_store
@@ -83,6 +84,22 @@ def test_adapters_of_a_model_of_0_6B_are_less_than_5_percent_of_its_bytes(rank, 
     sent = sum(tensor.numel() for _, tensor in adapters_of(model))
     assert sent == 28 * rank * (3072 + 2 * 2048 + 3072 + 3 * 4096)
     assert sent / full == pytest.approx(share, rel=0.02) and sent / full < 0.05
+
+
+def test_the_gradient_of_the_factors_is_that_of_the_merged_weights(tmp_path):
+    path, ids = make_tiny(tmp_path / "model"), torch.tensor(PROMPTS)
+    torch.manual_seed(0)
+    model = add_adapters(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    move_adapters(model, seed=1)
+    LogprobHead(model)(model, ids[:, :-1], ids[:, 1:], 1.0)[0].sum().backward()
+    plain = merged_by_hand(path, model)
+    plain(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).sum().backward()
+    for name, weight in plain.named_parameters():
+        assert model.get_parameter(name).grad is None
+        if name.endswith("_proj.weight"):
+            a, b = (model.get_parameter(name.replace("weight", f"lora_{f}.weight")) for f in "AB")
+            for ours, expected in ((a.grad, b.T @ weight.grad), (b.grad, weight.grad @ a.T)):
+                torch.testing.assert_close(ours, ALPHA / RANK * expected, rtol=1e-3, atol=1e-4)
 
 
 def flip_one_bit(send):
