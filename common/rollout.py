@@ -14,10 +14,6 @@ from common.envs.pool import EnvError, EnvPool
 from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
 
 
-LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"]  # of vLLM; the gate checks that all came
-LORA_TARGETS += ["gate_proj", "up_proj", "gate_up_proj", "down_proj"]
-
-
 @dataclass
 class EngineFlags:
     num_engines: Annotated[int, Ge(1)] = 1
@@ -70,9 +66,7 @@ class Engine:
     chat_server = None  # the task that starts it, once a ChatAgent needs it
     adapter: dict = {}  # what a request says of LoRA
 
-    def __init__(
-        self, model_path: str, dtype: str, seed: int, flags: EngineFlags, gpus: float, lora_rank: int = 0
-    ):  # fmt: skip
+    def __init__(self, model_path: str, dtype: str, seed: int, flags: EngineFlags, gpus: float, lora_rank=0):
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
         from vllm import AsyncEngineArgs, SamplingParams
@@ -85,7 +79,8 @@ class Engine:
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         share = flags.gpu_memory_utilization or 0.8 * gpus
         on_gpu = {"gpu_memory_utilization": share, "compilation_config": graphs, "moe_backend": "triton"}
-        lora = {"enable_lora": True, "max_lora_rank": lora_rank, "lora_target_modules": LORA_TARGETS}
+        layers = [f"{name}_proj" for name in "q k v qkv o gate up gate_up down".split()]
+        lora = {"enable_lora": True, "max_lora_rank": lora_rank, "lora_target_modules": layers}
         kv_cache_gb = flags.kv_cache_gb or (None if gpus else 0.25)
         self.llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(

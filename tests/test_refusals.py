@@ -237,6 +237,13 @@ REFUSED = [
     ),
     ("distill", "--teacher capped", "--teacher capped: it changes its logits after the head", "use another model"),
     ("distill_topk", "--teacher tiny --teacher-top-k 0", "--teacher-top-k 0: ", "must be at least 1"),
+    # LoRA
+    ("grpo", "--lora-rank 8 --model sparse", "--lora-rank 8: sparse has experts, ", "use 0"),
+    ("ppo", "--lora-rank 8 --num-trainers 2 --trainer-tp 2", "--trainer-tp 2 with --lora-rank 8: ", "use 1"),
+    ("grpo", "--lora-rank 8 --compile", "--compile with --lora-rank 8: ", "leave it out"),
+    ("grpo", "--lora-rank 8 --lora-alpha 0", "--lora-alpha 0.0: ", "must be above 0"),
+    ("sft", "--lora-rank 8 --init-from picky", "--init-from with --lora-rank 8: ", "--model; give it there"),
+    ("grpo", "--lora-rank 8 --init-from picky", "--init-from with --lora-rank 8: ", "--model; give it there"),
     ("distill_topk", "--teacher tiny --num-trainers 2 --trainer-tp 2", "--trainer-tp 2: ", "use 1"),
     ("grpo", "--chat-template-args nojson", "--chat-template-args nojson: ", "not a JSON object; write one like '{\"key"),
     ("grpo", "--chat-template-args [1]", "--chat-template-args [1]: ", "not a JSON object; write one like '{\"key"),
@@ -328,14 +335,14 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder with FILES and the models `picky`, `other` (its tokens) and `capped` (its logits)."""
+    """A folder with FILES and the models `picky`, `other` (its tokens), `capped` (its logits) and `sparse`."""
     folder = tmp_path_factory.mktemp("workplace")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     shutil.copytree(resolve_model("tiny"), folder / "picky", dirs_exist_ok=True)
     (folder / "picky" / "chat_template.jinja").write_text(PICKY)
-    for name in ("other", "capped"):
+    for name in ("other", "capped", "sparse"):
         shutil.copytree(resolve_model("tiny"), folder / name)
     text = (folder / "other" / "tokenizer.json").read_text()  # two tokens change places
     (folder / "other" / "tokenizer.json").write_text(
@@ -343,6 +350,8 @@ def workplace(tmp_path_factory):
     )
     config = json.loads((folder / "capped" / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
     (folder / "capped" / "config.json").write_text(json.dumps(config))
+    config = json.loads((folder / "sparse" / "config.json").read_text()) | {"num_experts": 4}
+    (folder / "sparse" / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -1,6 +1,7 @@
 """LoRA beside full training on Reverse, three seeds each: GRPO with the tiny model, equal numbers of rollouts.
 
     .venv/bin/python scripts/bench/lora.py          all of it: a minute or two for each run
+    .venv/bin/python scripts/bench/lora.py 1        only seed 1
     .venv/bin/python scripts/bench/lora.py table    what there is, without a run
 
 Resumable: a run that stands in docs/lora.json is not repeated.
@@ -16,10 +17,10 @@ ROOT = Path(__file__).parents[2]
 RESULTS, SEEDS, TARGET = ROOT / "docs" / "lora.json", (1, 2, 3), 0.9
 COMMAND = "algos.grpo --env reverse --max-steps 120 --eval-every 10 --no-tensorboard".split()
 VARIANTS = {
-    "full, lr 1e-3": [],
-    "rank 8, lr 1e-3": ["--lora-rank", "8", "--lr", "1e-3"],
     "rank 8, lr 3e-3": ["--lora-rank", "8", "--lr", "3e-3"],
     "rank 8, lr 1e-2": ["--lora-rank", "8", "--lr", "1e-2"],
+    "full, lr 1e-3": [],
+    "rank 8, lr 1e-3": ["--lora-rank", "8", "--lr", "1e-3"],
 }
 
 
@@ -56,7 +57,8 @@ def table(results: dict) -> None:
 
 def main() -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for seed in SEEDS if sys.argv[1:] != ["table"] else ():
+    seeds = [int(seed) for seed in sys.argv[1:] if seed != "table"] if sys.argv[1:] else SEEDS
+    for seed in seeds:
         for name, flags in VARIANTS.items():
             if str(seed) not in results.setdefault(name, {}):
                 results[name][str(seed)] = run(name, flags, seed)
