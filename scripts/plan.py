@@ -339,6 +339,9 @@ def answer_tokens(args: Args) -> int:
 
 def make_plan(args: Args) -> dict:
     """Everything that is printed, as a dict. Raises FlagError for what cannot be planned."""
+    if args.parallel.lora_rank:
+        why = "adapters are not in the plan, which is of full training and its memory"
+        raise FlagError(f"--lora-rank {args.parallel.lora_rank}: {why}; leave it out")
     model, flags = read_model(*find_config(args.model)), args.parallel
     workers, trainers = args.engine.num_engines * args.engine.engine_tp, flags.num_trainers
     gpus = args.gpus or (trainers if workers == trainers == 1 else workers + trainers)
