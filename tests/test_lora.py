@@ -231,13 +231,14 @@ def lora_rank_process(rank: int, path: str, out: str, alone, together) -> None:
 def lora_train(rank: int, num_ranks: int, port, path: str, out: str, resume: bool = False) -> None:
     args = Args(lr=0.01, temperature=0.9, correction_cap=2.0, kl_coef=0.1)
     args.parallel = ParallelFlags(num_trainers=num_ranks, lora_rank=RANK, lora_alpha=ALPHA)
+    args.parallel.activation_checkpointing = num_ranks > 1  # it wraps layers, and so changes names
     args.deadline.start_timeout_s = args.deadline.step_timeout_s = 60.0
     trainer = Trainer(args, path, rank, False)
     if rank == 0:
         store = open_store("127.0.0.1", 60)
         port.put(store.port)
     trainer.setup("127.0.0.1", store.port if rank == 0 else port.get(timeout=120), "float32", num_workers=0)
-    named = dict(trainer.model.named_parameters())
+    named = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in trainer.model.named_parameters()}
     if resume:
         trainer.load(f"{out}/saved.2", None)
         loaded = {name: whole(value.detach()) for name, value in named.items()}
