@@ -231,7 +231,8 @@ def lora_rank_process(rank: int, path: str, out: str, alone, together) -> None:
 def lora_train(rank: int, num_ranks: int, port, path: str, out: str, resume: bool = False) -> None:
     args = Args(lr=0.01, temperature=0.9, correction_cap=2.0, kl_coef=0.1)
     args.parallel = ParallelFlags(num_trainers=num_ranks, lora_rank=RANK, lora_alpha=ALPHA)
-    args.parallel.activation_checkpointing = num_ranks > 1  # it wraps layers, and so changes names
+    if num_ranks > 1:  # several micro-batches, and wrapped layers, which changes names
+        args.parallel.micro_batch_tokens, args.parallel.activation_checkpointing = 60, True
     args.deadline.start_timeout_s = args.deadline.step_timeout_s = 60.0
     trainer = Trainer(args, path, rank, False)
     if rank == 0:
