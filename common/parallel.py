@@ -78,7 +78,7 @@ def build_model(
     path: str, device: torch.device, dtype: str = "bfloat16", flags: ParallelFlags | None = None
 ) -> torch.nn.Module:
     """A causal LM with fp32 weights, spread over all ranks as `flags` say. On a GPU it computes in `dtype`,
-    on a CPU in fp32.
+    on a CPU in fp32. What LoRA freezes is kept in that dtype.
 
     Build the optimizer before any forward: parameters that FSDP2 has unsharded are not the ones to train.
     """
@@ -114,6 +114,8 @@ def build_model(
             apply_lora_to_linear_modules(model, lora)
         model = parallelize_model(model, setup.mesh_context)
     if on_gpu and dist.get_world_size() == 1:  # AutoModel leaves a single rank as it is, in fp32
+        for weight in filter(lambda each: each.requires_grad, model.parameters()):
+            weight.data = weight.data.float()  # but LoRA's factors, which it gives in the compute dtype
         layers = model.model.layers
         for layer in layers.values() if isinstance(layers, torch.nn.ModuleDict) else layers:
             fully_shard(layer, mp_policy=policy, reshard_after_forward=flags.zero == 3)

@@ -191,8 +191,7 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         }
         slots: dict[str, torch.Tensor] = {}  # of the adapter
         for name, layer in self.manager.modules.items() if self.manager else ():
-            factors = layer.lora_a_stacked + layer.lora_b_stacked
-            slots |= {f"factor {index} of {name}": factor for index, factor in enumerate(factors)}
+            slots |= {f"{name} {i}": x for i, x in enumerate(layer.lora_a_stacked + layer.lora_b_stacked)}
         refit.check_coverage(self.plan, slots or parameters, padding)
         changed = self._changed(before)
         storages = {parameters[n].untyped_storage().data_ptr() for n in changed if n in parameters}

@@ -64,7 +64,6 @@ class Engine:
     """vLLM's AsyncLLM with final outputs only. Build it inside a running event loop, then await `start`."""
 
     chat_server = None  # the task that starts it, once a ChatAgent needs it
-    adapter: dict = {}  # what a request says of LoRA
 
     def __init__(self, model_path: str, dtype: str, seed: int, flags: EngineFlags, gpus: float, lora_rank=0):
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -105,8 +104,8 @@ class Engine:
         self.make_sampling, self.final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         self.flags, self.max_model_len = flags, flags.max_model_len
         self.requests = self.sampled_tokens = 0
-        if lora_rank:  # nothing is read from its path
-            self.adapter = {"lora_request": LoRARequest("policy", 1, "sent by refits")}
+        # of every request; nothing is read from the path
+        self.adapter = {"lora_request": LoRARequest("policy", 1, "sent by refits")} if lora_rank else {}
 
     async def start(self, stop_token_ids: list[int]) -> None:
         """Labels the weights and runs a first forward, so that nothing that is timed later pays for it."""

@@ -104,6 +104,7 @@ class ScriptedEngine(Engine):
     def __init__(self, replies, max_model_len: int = 100):
         self.replies, self.max_model_len, self.flags = list(replies), max_model_len, EngineFlags()
         self.requests_seen: list[dict] = []
+        self.adapter: dict = {}
         self.requests = self.sampled_tokens = 0
         self.stop_token_ids, self.final_only = [PIECES.index("<eot>")], "final"
         self.make_sampling, self.llm = self.check_sampling, SimpleNamespace(generate=self.llm_generate)
