@@ -115,25 +115,27 @@ def flip_one_bit(send):
 class LoraLink(Link):
     """A trainer's model with adapters, and an engine for them."""
 
-    def __init__(self, path: str, rank: int = RANK):
-        super().__init__(path)
+    def __init__(self, path: str, workers: int = 1):
+        super().__init__(path, workers=workers)
         torch.manual_seed(0)
         self.path = path
-        add_adapters(self.model, rank)
+        add_adapters(self.model)
 
-    async def join(self, lora_rank: int = RANK) -> None:
-        self.engine = Engine(self.path, "float32", 0, EngineFlags(max_model_len=64), 0.0, lora_rank)
+    async def join(self) -> None:
+        flags = EngineFlags(max_model_len=64, engine_tp=self.workers)
+        self.engine = Engine(self.path, "float32", 0, flags, gpus=0.0, lora_rank=RANK)
         await self.engine.start([char_tokenizer().eos_token_id])
         connecting = self.engine.connect("127.0.0.1", self.store.port, 0, 1, 60, self.timeout_s)
-        await asyncio.gather(asyncio.to_thread(self.sender.join, self.store, 1, 1), connecting)
+        joining = asyncio.to_thread(self.sender.join, self.store, 1, self.workers)
+        await asyncio.gather(joining, connecting)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied, workers", [(True, 1), (False, 1), (True, 2)])
 def test_after_every_refit_the_engine_is_the_merged_model_and_only_adapters_travelled(
-    tied, tmp_path, monkeypatch
+    tied, workers, tmp_path, monkeypatch
 ):
     async def run():
-        link = LoraLink(make_tiny(tmp_path / "model", tied=tied))
+        link = LoraLink(make_tiny(tmp_path / "model", tied=tied), workers)
         await link.join()
         sizes, send = [], common.refit.broadcast
 
