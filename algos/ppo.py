@@ -444,8 +444,8 @@ class Trainer:
 
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
-        ids_BT, routes = batch["token_ids"].long(), batch.get("routed_experts")
-        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, routes)
+        ids_BT, rest = batch["token_ids"].long(), (batch.get("routed_experts"), batch["images"])
+        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, *rest)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
         """Goes on from a checkpoint of this run, or starts from the policy's weights of another."""
@@ -496,7 +496,7 @@ class Trainer:
         for batch in batches:
             batch |= to_device(batch, self.device)
             batch["mask"] = batch["action_mask"][:, 1:].bool()
-            values_BT = values(self.critic, batch["token_ids"].long(), batch["lengths"])
+            values_BT = values(self.critic, batch["token_ids"].long(), batch["lengths"], batch["images"])
             values_RL[batch["rollout_index"][:, None], batch["next_place"]] = values_BT
         torch.distributed.all_reduce(values_RL, torch.distributed.ReduceOp.MAX)  # a filler is there twice
         values_RL, mask_RL = values_RL.cpu(), episodes["action_mask"]
@@ -539,7 +539,7 @@ class Trainer:
 
     def critic_loss(self, batch: dict) -> tuple[torch.Tensor, dict, dict]:
         """The same of the critic, which has no peaks."""
-        values_BS = values(self.critic, batch["token_ids"].long(), batch["lengths"])[:, :-1]
+        values_BS = values(self.critic, batch["token_ids"].long(), batch["lengths"], batch["images"])[:, :-1]
         old_BS, returns_BS, mask_BS = batch["old_values"], batch["returns"], batch["mask"]
         return *value_loss(values_BS, old_BS, returns_BS, mask_BS, self.args.value_clip), {}
 

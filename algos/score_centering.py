@@ -195,12 +195,12 @@ class TopLogprobHead(LogprobHead):
 
     top_ids: torch.Tensor | None = None
 
-    def __call__(self, model, input_ids, targets, temperature, lengths_B=None, top_ids_BSK=None, routes=None):
+    def __call__(self, model, input_ids, targets, temperature, lengths_B=None, top_ids_BSK=None, *rest):
         """(log-probs, entropies, log-probs of the first, ..., of the K-th token), all [B, S]."""
         if top_ids_BSK is not None:
             index = pack(model, input_ids, lengths_B).index  # of the tokens that the model gets
             self.top_ids = top_ids_BSK if index is None else top_ids_BSK.flatten(0, 1)[index][None]
-        values = super().__call__(model, input_ids, targets, temperature, lengths_B, routes)
+        values = super().__call__(model, input_ids, targets, temperature, lengths_B, *rest)
         self.top_ids = None
         return values
 
@@ -344,8 +344,8 @@ class Trainer:
     def logprobs(self, batch: dict, top_ids_BSK) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, the entropy there, and the log-probs of the engine's
         likeliest tokens: [B, S] and [B, S, K]; s is token s + 1."""
-        ids_BT, lengths, routes = batch["token_ids"].long(), batch["lengths"] - 1, batch.get("routed_experts")
-        inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, lengths, top_ids_BSK, routes)
+        ids_BT, rest = batch["token_ids"].long(), (top_ids_BSK, batch.get("routed_experts"), batch["images"])
+        inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, *rest)
         logprobs_BS, entropy_BS, *top = self.head(self.model, *inputs)
         return logprobs_BS, entropy_BS, torch.stack(top, -1)
 

@@ -145,6 +145,11 @@ def as_messages(record) -> list[dict]:
     else:
         keys = f"neither `messages` nor `prompt` and `response` among {sorted(record)}"
         raise ValueError(f"{keys}; add them or rename what is there")
+    parts = [
+        part for message in messages if isinstance(message["content"], list) for part in message["content"]
+    ]
+    if record.get("images") or any(isinstance(part, dict) and part.get("type") == "image" for part in parts):
+        raise ValueError("images are not supported here yet; leave the line out")
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("no turn of the role assistant, so nothing to learn; add one or remove the line")
     return messages

@@ -33,12 +33,23 @@ Several turns, `async`, and token ids in place of text:
             hint = "higher" if action.strip().isdigit() and int(action) < self.number else "lower"
             return Step(reward=-0.1, observation=self.tokenizer.encode(f"\n{hint}\n> "))
 
+Images, for a model that takes them, are parts of a message's content, also in mid-episode:
+
+        def reset(self, task):
+            content = [image_part(draw(task)), {"type": "text", "text": "How many circles?"}]
+            return [{"role": "user", "content": content}]
+
+        def step(self, action):
+            return Step(reward=0.0, observation=[image_part(self.zoomed), {"type": "text", "text": "Now?"}])
+
 Ids reach the engine and the trainer as they are. A prompt of ids is the whole context of the first turn, and
 an observation of ids is everything between two turns: the chat template plays no part any more, so that from
 the first ids on all observations are ids. What the policy sampled, with its end-of-turn token if it got that
 far, is in `action_ids`.
 """
 
+import base64
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,7 +86,8 @@ class EnvFlags:
 
 @dataclass
 class Step:
-    """What an action brought. An `observation` is the next user turn, or the ids up to the next turn.
+    """What an action brought. An `observation` is the next user turn, as text or as parts of text and images,
+    or the ids up to the next turn.
 
     `terminated` and `truncated` are gymnasium's: either ends the episode, and so does an observation of None.
     A closing observation gets no turn and is not trained on. `max_turns` is a limit that truncates, and so is
@@ -83,12 +95,22 @@ class Step:
     """
 
     reward: float
-    observation: str | list[int] | None = None
+    observation: str | list[dict] | list[int] | None = None
     score: float | None = None  # in [0, 1], for evaluation; None: the episode's reward
     terminated: bool = False  # the episode is over for its own reasons: nothing was to come
     truncated: bool = False  # it ended for a limit: more might have come
     # numbers are averaged into env/NAME, tool_NAME into tool/NAME; strings stay in the transcript
     info: dict = field(default_factory=dict)
+
+
+def image_part(image) -> dict:
+    """A PIL image, or the bytes of a PNG or JPEG file, as a part of a message's content. The others are
+    {"type": "text", "text": ...}."""
+    if not isinstance(image, bytes):
+        file = io.BytesIO()
+        image.save(file, "png")
+        image = file.getvalue()
+    return {"type": "image", "image": f"data:image/png;base64,{base64.b64encode(image).decode()}"}
 
 
 class Env(ABC):

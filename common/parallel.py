@@ -16,7 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from common.attention import use_packed_attention
 from common.checks import EXPERTS
+from common.models import auto_class, load_config, sees
 from common.routing import routers
+
+TOWERS = ("vision_model", "vision_tower", "visual")  # how models call the part that sees
 
 
 @dataclass
@@ -46,6 +49,8 @@ class ParallelFlags:
     fp32_head: bool = False
     """Computes logits in fp32 instead of the dtype of the weights: exacter, slower, and not what the engine
     does."""
+    freeze_vision: bool = False
+    """Does not train the vision tower of a model that reads images."""
     freeze_router: bool = False
     """Does not train the routers of a mixture of experts."""
     fp32_router: bool = False
@@ -80,7 +85,6 @@ def build_model(
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
     from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     flags, on_gpu = flags or ParallelFlags(), device.type == "cuda"
     compute = getattr(torch, dtype) if on_gpu else torch.float32
@@ -93,21 +97,23 @@ def build_model(
         activation_checkpointing=flags.activation_checkpointing,
         world_size=dist.get_world_size(),
     )
-    config = AutoConfig.from_pretrained(path).to_dict()
-    sparse = any(config.get(key) for key in EXPERTS)
+    sparse = any(load_config(path).get(key) for key in EXPERTS)
     if on_gpu or flags.trainer_ep > 1:
         gate = torch.float32 if flags.fp32_router else None
         model = load_by_automodel(path, setup, sparse, compute, on_gpu, gate)
     else:  # AutoModel's own loader asks for a CUDA device; its parallelizer does not
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        model = auto_class(path).from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
         model = parallelize_model(model, setup.mesh_context)
     if on_gpu and dist.get_world_size() == 1:  # AutoModel leaves a single rank as it is, in fp32
-        layers = model.model.layers
+        layers = (model.get_decoder() if sees(path) else model.model).layers
         for layer in layers.values() if isinstance(layers, torch.nn.ModuleDict) else layers:
             fully_shard(layer, mp_policy=policy, reshard_after_forward=flags.zero == 3)
         fully_shard(model, mp_policy=policy)
     if flags.packing == "on":
         use_packed_attention(model)
+    if flags.freeze_vision:
+        for module in (module for name, module in model.named_modules() if name.endswith(TOWERS)):
+            module.requires_grad_(False)
     if flags.freeze_router:
         for router in routers(model).values():
             router.requires_grad_(False)
@@ -118,7 +124,7 @@ def build_model(
 def load_by_automodel(path: str, setup, sparse: bool, compute, on_gpu: bool, gate) -> torch.nn.Module:
     """Through AutoModel's own loader, which shards while it loads and has its own mixtures of experts, whose
     routers compute in the dtype `gate` (None: as all else)."""
-    from nemo_automodel import NeMoAutoModelForCausalLM
+    from nemo_automodel import NeMoAutoModelForCausalLM, NeMoAutoModelForImageTextToText
     from nemo_automodel.components.models.common import BackendConfig
 
     settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "use_liger_kernel": False}
@@ -131,7 +137,8 @@ def load_by_automodel(path: str, setup, sparse: bool, compute, on_gpu: bool, gat
         if not on_gpu:
             no_cuda.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
             no_cuda.enter_context(CudaIsCpu())
-        model = NeMoAutoModelForCausalLM.from_pretrained(path, distributed_setup=setup, **settings)
+        kind = NeMoAutoModelForImageTextToText if sees(path) else NeMoAutoModelForCausalLM
+        model = kind.from_pretrained(path, distributed_setup=setup, **settings)
     for module in model.modules():
         if "aux_loss_coeff" in vars(module):
             module.aux_loss_coeff = 0.0  # else every loss would have a term that its file does not show

@@ -10,7 +10,8 @@ from common.env import Env, EnvFlags
 
 
 def load_env(spec: str, flags: EnvFlags | None = None) -> Callable[[], Env]:
-    """`--env` to a function that makes environments: reverse, gym:DATASET, jsonl:FILE, path/to/file.py:Class.
+    """`--env` to a function that makes environments: reverse, shapes, gym:DATASET, jsonl:FILE,
+    path/to/file.py:Class.
 
     Raises ValueError with what is wrong and what would be right.
     """
@@ -22,6 +23,10 @@ def load_env(spec: str, flags: EnvFlags | None = None) -> Callable[[], Env]:
         from common.envs.reverse import Reverse
 
         return Reverse
+    if name == "shapes":
+        from common.envs.shapes import Shapes
+
+        return Shapes
     if name == "gym":
         from common.envs.gym import Gym
 
@@ -31,7 +36,9 @@ def load_env(spec: str, flags: EnvFlags | None = None) -> Callable[[], Env]:
 
         return lambda: Jsonl(argument, flags.prompt_key, flags.answer_key, flags.grader, flags.eval_size)
     if not name.endswith(".py") or not argument:
-        raise ValueError(f"--env {spec}: use reverse, gym:DATASET, jsonl:FILE or path/to/file.py:Class")
+        raise ValueError(
+            f"--env {spec}: use reverse, shapes, gym:DATASET, jsonl:FILE or path/to/file.py:Class"
+        )
     if not Path(name).is_file():
         raise ValueError(f"--env {spec}: there is no file {name}")
     module_spec = importlib.util.spec_from_file_location(f"env_{Path(name).stem}", name)

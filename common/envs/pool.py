@@ -280,7 +280,7 @@ class Server:
     def step(self, action: str, ids: list[int]) -> dict:
         self.env.action_ids = ids
         step = self.checked("step", self.value(self.env.step(action)))
-        if self.in_ids and isinstance(step["observation"], str):
+        if self.in_ids and step["observation"] is not None and not is_ids(step["observation"]):
             raise TypeError("step() gave text after token ids: no template can join them; give ids")
         self.in_ids = self.in_ids or is_ids(step["observation"])
         return step
@@ -288,8 +288,11 @@ class Server:
     def checked(self, method: str, step: Step) -> dict:
         if not isinstance(step, Step):
             raise TypeError(f"{method}() returned a {type(step).__name__}, not a Step")
-        if not isinstance(step.observation, str | None) and not is_ids(step.observation):
-            raise TypeError(f"{method}() returned an observation that is no text and no list of token ids")
+        seen = step.observation
+        parts = isinstance(seen, list) and all(isinstance(part, dict) and "type" in part for part in seen)
+        if not isinstance(seen, str | None) and not is_ids(seen) and not parts:
+            what = "an observation that is no text, no list of token ids and no list of parts"
+            raise TypeError(f"{method}() returned {what}")
         if not isinstance(step.info, dict):
             raise TypeError(f"{method}() returned an info that is no dict")
         return {name: getattr(step, name) for name in Step.__dataclass_fields__}
