@@ -353,7 +353,7 @@ class Trainer:
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
         ids_BT, routes = batch["token_ids"].long(), batch.get("routed_experts")
-        rest = routes if head is self.head else None, batch["images"]  # routes are of no use to a teacher
+        rest = routes if head is self.head else None, batch.get("images")  # routes are of no use to a teacher
         return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, *rest)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:

@@ -309,7 +309,7 @@ class Trainer:
         targets_BSM = torch.cat([ids_BT[:, 1:, None], top_ids_BSK], -1)
         routes = batch.get("routed_experts") if head is self.head else None  # of no use to a teacher
         logprobs_BS, entropy_BS, *top = head(
-            model, ids_BT[:, :-1], targets_BSM, self.args.temperature, lengths_B, routes, batch["images"]
+            model, ids_BT[:, :-1], targets_BSM, self.args.temperature, lengths_B, routes, batch.get("images")
         )
         return logprobs_BS, entropy_BS, torch.stack(top, -1)
 

@@ -357,7 +357,7 @@ class Trainer:
 
     def logprobs(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
-        ids_BT, rest = batch["token_ids"].long(), (batch.get("routed_experts"), batch["images"])
+        ids_BT, rest = batch["token_ids"].long(), (batch.get("routed_experts"), batch.get("images"))
         inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, *rest)
         return self.head(self.model, *inputs)
 

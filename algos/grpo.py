@@ -359,7 +359,7 @@ class Trainer:
 
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
-        ids_BT, rest = batch["token_ids"].long(), (batch.get("routed_experts"), batch["images"])
+        ids_BT, rest = batch["token_ids"].long(), (batch.get("routed_experts"), batch.get("images"))
         return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, *rest)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:

@@ -344,7 +344,7 @@ class Trainer:
     def logprobs(self, batch: dict, top_ids_BSK) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, the entropy there, and the log-probs of the engine's
         likeliest tokens: [B, S] and [B, S, K]; s is token s + 1."""
-        ids_BT, rest = batch["token_ids"].long(), (top_ids_BSK, batch.get("routed_experts"), batch["images"])
+        ids_BT, rest = batch["token_ids"].long(), [top_ids_BSK, *map(batch.get, ("routed_experts", "images"))]
         inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, *rest)
         logprobs_BS, entropy_BS, *top = self.head(self.model, *inputs)
         return logprobs_BS, entropy_BS, torch.stack(top, -1)

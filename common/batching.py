@@ -79,13 +79,9 @@ def balanced_groups(rows: list[dict], num_ranks: int, limit: int) -> list[list[d
 
 def to_device(batch: dict, device: torch.device) -> dict:
     """As tensors. The lengths stay on the CPU: what is packed where is decided there."""
-    places = {"lengths": torch.device("cpu")}
-    return {
-        key: to_device(value, device)
-        if key == "images"
-        else torch.tensor(value, device=places.get(key, device))
-        for key, value in batch.items()
-    }
+    rest, cpu = dict(batch), torch.device("cpu")
+    images = {"images": to_device(rest.pop("images"), device)} if "images" in batch else {}
+    return {k: torch.tensor(v, device=cpu if k == "lengths" else device) for k, v in rest.items()} | images
 
 
 def collate(rows: list[dict]) -> dict:
@@ -96,12 +92,13 @@ def collate(rows: list[dict]) -> dict:
         raise ValueError("some rows have routes and others none: was --router-replay changed with --resume?")
     batch = {"lengths": np.array([len(row["token_ids"]) for row in rows])}
     width = batch["lengths"].max()
-    images = [image for row in rows for image in row.get("images", [])]
-    names = images[0] if images else {}
-    batch["images"] = {name: np.concatenate([image[name] for image in images]) for name in names}
-    for key in rows[0].keys() - {"images"}:
+    for key in rows[0]:
         values = [row[key] for row in rows]
         if isinstance(values[0], np.ndarray):
             values = [np.pad(v, [(0, width - len(v))] + [(0, 0)] * (v.ndim - 1)) for v in values]
-        batch[key] = np.array(values)
+        batch[key] = end_to_end(sum(values, [])) if key == "images" else np.array(values)
     return batch
+
+
+def end_to_end(images: list[dict]) -> dict:
+    return {name: np.concatenate([image[name] for image in images]) for name in (images or [{}])[0]}

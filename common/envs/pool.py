@@ -291,8 +291,8 @@ class Server:
         seen = step.observation
         parts = isinstance(seen, list) and all(isinstance(part, dict) and "type" in part for part in seen)
         if not isinstance(seen, str | None) and not is_ids(seen) and not parts:
-            what = "an observation that is no text, no list of token ids and no list of parts"
-            raise TypeError(f"{method}() returned {what}")
+            what = "no text and no list of token ids, nor of parts of a message"
+            raise TypeError(f"{method}() returned an observation that is {what}")
         if not isinstance(step.info, dict):
             raise TypeError(f"{method}() returned an info that is no dict")
         return {name: getattr(step, name) for name in Step.__dataclass_fields__}
