@@ -33,7 +33,8 @@ Several turns, `async`, and token ids in place of text:
             hint = "higher" if action.strip().isdigit() and int(action) < self.number else "lower"
             return Step(reward=-0.1, observation=self.tokenizer.encode(f"\n{hint}\n> "))
 
-Images, for a model that takes them, are parts of a message's content, also in mid-episode:
+Images, for a model that takes them, are parts of a message's content (`common.envs.image_part`), also in
+mid-episode:
 
         def reset(self, task):
             content = [image_part(draw(task)), {"type": "text", "text": "How many circles?"}]
@@ -48,8 +49,6 @@ the first ids on all observations are ids. What the policy sampled, with its end
 far, is in `action_ids`.
 """
 
-import base64
-import io
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -101,16 +100,6 @@ class Step:
     truncated: bool = False  # it ended for a limit: more might have come
     # numbers are averaged into env/NAME, tool_NAME into tool/NAME; strings stay in the transcript
     info: dict = field(default_factory=dict)
-
-
-def image_part(image) -> dict:
-    """A PIL image, or the bytes of a PNG or JPEG file, as a part of a message's content. The others are
-    {"type": "text", "text": ...}."""
-    if not isinstance(image, bytes):
-        file = io.BytesIO()
-        image.save(file, "png")
-        image = file.getvalue()
-    return {"type": "image", "image": f"data:image/png;base64,{base64.b64encode(image).decode()}"}
 
 
 class Env(ABC):

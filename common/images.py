@@ -1,6 +1,6 @@
 """Images in conversations: what engine and trainer get of one, and the ids that stand for it in both.
 
-In a message an image is a part of its content (`common.env.image_part`). The chat template writes one
+In a message an image is a part of its content (`common.envs.image_part`). The chat template writes one
 placeholder for it; the model's processor says which ids go there and what the vision tower sees.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.envs.pool import EnvError
-from common.models import load_config
+from common.models import image_token, load_config, load_processor
 
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # outputs of a processor
 WITH_BATCH_AXIS = ("idefics3", "smolvlm")  # before that of an image's tiles: model types
@@ -28,20 +28,6 @@ class Picture:
     pixels: dict[str, np.ndarray]  # what the trainer's model gets, under the names of its arguments
 
 
-@functools.cache
-def image_token(model_path: str) -> int | None:
-    """The id of a model's placeholder, None for a model without a vision tower."""
-    config = load_config(model_path)
-    return config.get("image_token_id") if "vision_config" in config else None
-
-
-@functools.cache
-def load_processor(model_path: str):
-    from transformers import AutoProcessor
-
-    return AutoProcessor.from_pretrained(model_path)
-
-
 @functools.lru_cache(maxsize=64)  # the rollouts of a group share an image, and its pixels are sent once
 def read_picture(model_path: str, url: str) -> Picture:
     """The image of a data URL. Raises EnvError where it is none, or the model takes none."""
@@ -53,7 +39,7 @@ def read_picture(model_path: str, url: str) -> Picture:
         data = base64.b64decode(url.partition(";base64,")[2], validate=True)
         image = Image.open(io.BytesIO(data)).convert("RGB")
     except (AttributeError, ValueError, OSError) as error:
-        what = "an image must be data:image/...;base64,..., as common.env.image_part makes it"
+        what = "an image must be data:image/...;base64,..., as common.envs.image_part makes it"
         raise EnvError("bad_prompt", f"{what} ({type(error).__name__}: {error})") from error
     processor = load_processor(model_path)
     text = processor.tokenizer.convert_ids_to_tokens(token)
@@ -65,9 +51,8 @@ def read_picture(model_path: str, url: str) -> Picture:
 
 def pictures_of(tokenizer, content) -> list[Picture]:
     """The images in the content of a message, in order; text and ids have none. Raises EnvError."""
-    parts = content if isinstance(content, list) else []
-    images = [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
-    return [read_picture(tokenizer.name_or_path, part.get("image")) for part in images]
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    return [read_picture(tokenizer.name_or_path, p.get("image")) for p in parts if p.get("type") == "image"]
 
 
 def expand(tokenizer, ids: list[int], pictures: Sequence[Picture]) -> list[int]:

@@ -146,22 +146,19 @@ class LogprobHead:
         # with a mesh, as one slice of [B, S, 2 x ranks]: the plan for the head expects a sharded last axis
         return values if mesh is None else DTensor.from_local(values, mesh, [Shard(2)], run_check=False)
 
-    def __call__(
-        self, model, input_ids_BS, targets_BS, temperature: float, lengths_B=None, routes_BTLK=None,
-        images: dict[str, torch.Tensor] | None = None,
-    ):  # fmt: skip
-        """(log-probs, entropies) of `targets_BS` given `input_ids_BS` up to the same position, both [B, S],
+    def __call__(self, model, ids_BS, targets_BS, temperature, lengths_B=None, routes=None, images=None):
+        """(log-probs, entropies) of `targets_BS` given `ids_BS` up to the same position, both [B, S],
         fp32.
 
         Rows are padded on the right, so a causal model needs no attention mask. `lengths_B` are their lengths
         without padding, on the CPU (default: S); a model that packs computes nothing past them, and gives 0
-        there. `routes_BTLK` are the experts to replay, `images` those of all rows (`batching.collate`).
+        there. `routes` [B, T, L, K] are the experts to replay, `images` the arrays of the rows' images.
         Raises ValueError where shapes differ or they don't fit.
         """
-        if input_ids_BS.shape != targets_BS.shape[:2]:
-            raise ValueError(f"input ids {tuple(input_ids_BS.shape)}, targets {tuple(targets_BS.shape)}")
-        self.router.set(input_ids_BS, lengths_B, routes_BTLK)
-        packed = pack(model, input_ids_BS, lengths_B, images)
+        if ids_BS.shape != targets_BS.shape[:2]:
+            raise ValueError(f"input ids {tuple(ids_BS.shape)}, targets {tuple(targets_BS.shape)}")
+        self.router.set(ids_BS, lengths_B, routes)
+        packed = pack(model, ids_BS, lengths_B, images)
         self.targets_BS, self.temperature = packed.select(targets_BS), temperature
         try:
             output = model(**packed.inputs, use_cache=False)

@@ -75,8 +75,8 @@ def resolve_model(name: str) -> str:
                 "give the folder of a downloaded model"
             ) from error
     raise ValueError(
-        f"--model {name}: use tiny, tiny-moe, tiny-vlm, smollm2, a directory that exists, or a Hub id such as "
-        "Qwen/Qwen3-0.6B"
+        f"--model {name}: use tiny, tiny-moe, tiny-vlm, smollm2, a directory that exists, or a Hub id such "
+        "as Qwen/Qwen3-0.6B"
     )
 
 
@@ -86,10 +86,24 @@ def load_tokenizer(model_path: str):
     return AutoTokenizer.from_pretrained(model_path)
 
 
+@functools.cache
+def load_processor(model_path: str):
+    """What turns images into arrays for a model's vision tower, and into ids."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(model_path)
+
+
 def load_config(model_path: str) -> dict:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(model_path).to_dict()
+
+
+@functools.cache
+def image_token(model_path: str) -> int | None:
+    """The id that a chat template leaves where an image goes, None for a model without a vision tower."""
+    return load_config(model_path).get("image_token_id") if sees(model_path) else None
 
 
 def sees(model_path: str) -> bool:

@@ -111,12 +111,10 @@ def build_model(
         fully_shard(model, mp_policy=policy)
     if flags.packing == "on":
         use_packed_attention(model)
-    if flags.freeze_vision:
-        for module in (module for name, module in model.named_modules() if name.endswith(TOWERS)):
-            module.requires_grad_(False)
-    if flags.freeze_router:
-        for router in routers(model).values():
-            router.requires_grad_(False)
+    frozen = [*routers(model).values()] if flags.freeze_router else []
+    frozen += [part for name, part in model.named_modules() if flags.freeze_vision and name.endswith(TOWERS)]
+    for module in frozen:
+        module.requires_grad_(False)
     model.mesh = setup.mesh_context
     return model
 

@@ -110,9 +110,7 @@ class Engine:
         await self.generate([stop_token_ids[0]] * 4, n=2, temperature=1.0, max_tokens=4)
         self.sampled_tokens = 0
 
-    async def generate(
-        self, prompt_ids, n: int, temperature: float, max_tokens: int, known: int = 0, pictures=()
-    ) -> list:
+    async def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, known=0, pictures=()):
         """`n` completions of one prompt, without the routes of its first `known` tokens. `pictures` are those
         of which it has the ids. Every sampling field is sent: vLLM would fill what is missing by itself."""
         completions: list[Completion] = []
@@ -225,9 +223,8 @@ async def play(
                 rollout.fail("no_room", f"a prompt of {len(ids)} tokens; raise --max-model-len")
             break
         known = max(len(ids) - len(context) - 1, 0)  # tokens that the engine has read before
-        completion = first if turn == 0 else None
-        if not completion:
-            (completion,) = await engine.generate(ids, 1, temperature, room, known, pictures)
+        asked = (ids, 1, temperature, room, known, pictures)
+        (completion,) = [first] if turn == 0 and first else await engine.generate(*asked)
         try:
             segment = extend_segment(
                 segment, context, completion.token_ids, completion.logprobs, completion.versions,

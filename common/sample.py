@@ -51,10 +51,8 @@ class Segment:
             if len(array) != length:
                 end = min(len(array), length)
                 raise RecordError(f"position {end}: {name} has length {len(array)}, token_ids has {length}")
-        for image in self.images:
-            for name, value in image.items():
-                if isinstance(value, list):  # out of a file
-                    image[name] = np.array(value, np.float32 if "values" in name else np.int64)
+        kinds = {"pixel_values": np.float32}  # in a file they are lists
+        self.images = [{k: np.asarray(v, kinds.get(k)) for k, v in image.items()} for image in self.images]
         if self.turn_ends and self.turn_ends[-1] > length:
             raise RecordError(f"turn ends at {self.turn_ends[-1]}, past the {length} tokens")
         sampled = np.flatnonzero(self.action_mask)

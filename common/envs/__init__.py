@@ -1,6 +1,8 @@
 """The built-in environments, and how `--env` names them and a user's own."""
 
+import base64
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -48,6 +50,16 @@ def load_env(spec: str, flags: EnvFlags | None = None) -> Callable[[], Env]:
     if not isinstance(getattr(module, argument, None), type):
         raise ValueError(f"--env {spec}: {name} has no class {argument}")
     return getattr(module, argument)
+
+
+def image_part(image) -> dict:
+    """A PIL image, or the bytes of a PNG or JPEG file, as a part of a message's content. The others are
+    {"type": "text", "text": ...}."""
+    if not isinstance(image, bytes):
+        file = io.BytesIO()
+        image.save(file, "png")
+        image = file.getvalue()
+    return {"type": "image", "image": f"data:image/png;base64,{base64.b64encode(image).decode()}"}
 
 
 def env_name(spec: str) -> str:

@@ -3,10 +3,10 @@
     {"prompt": "6 x 7?", "answer": "42"}
 
 `prompt` is a string or a list of chat messages, `answer` a string or a number. Optional: `split` ("train" or
-"eval", on every line or on none), `source` (a string that stays with the transcripts), and `images`, a list of
-paths (relative ones start at the file) or data URLs (data:image/png;base64,...). Images go before a prompt that
-is a string; in messages they take the places of the parts {"type": "image"}, in order. Other keys stay in the
-task. The answer is graded as text ("exact") or as mathematics ("math", by math-verify).
+"eval", on every line or on none), `source` (a string that stays with the transcripts), and `images`, a list
+of paths (relative ones start at the file) or data URLs (data:image/png;base64,...). Images go before a prompt
+that is a string; in messages they take the places of the parts {"type": "image"}, in order. Other keys stay
+in the task. The answer is graded as text ("exact") or as mathematics ("math", by math-verify).
 """
 
 import copy
@@ -18,7 +18,8 @@ import signal
 import threading
 from pathlib import Path
 
-from common.env import Env, Step, image_part
+from common.env import Env, Step
+from common.envs import image_part
 
 GRADERS = ("exact", "math")
 SPLITS = ("train", "eval")

@@ -2,14 +2,15 @@
 
 import numpy as np
 
-from common.env import Env, Step, image_part
+from common.env import Env, Step
+from common.envs import image_part
 
 SIZES = ((24, 24), (48, 24))  # width, height; pictures of different size have different numbers of tokens
 CELL, MOST = 8, 4
 
 
 def draw(number: int, index: int):
-    """A picture of `number` squares in random cells, of one colour on another. `index` decides all but that."""
+    """A picture of `number` squares in random cells, of one colour on another. `index` decides the rest."""
     from PIL import Image
 
     dice = np.random.default_rng([index, 5])
