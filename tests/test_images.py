@@ -1,0 +1,460 @@
+"""Images in conversations: the ids that stand for them and what the tower sees are the same for engine and trainer.
+
+What ids and arrays should be says one call of the model's own processor for a whole conversation; what log-probs
+should be, a forward pass of Hugging Face's model with that.
+"""
+
+import asyncio
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from algos.grpo import Args, Trainer, make_minibatches
+from common import checks
+from common.agent import read_prompt
+from common.batching import collate, micro_batches, segment_row
+from common.checks import FlagError
+from common.debug import dump_rollouts, read_rollouts
+from common.env import Step
+from common.envs import image_part
+from common.envs.jsonl import Jsonl
+from common.envs.pool import EnvError
+from common.envs.shapes import Shapes, draw
+from common.images import collapse
+from common.logprobs import LogprobHead
+from common.models import load_tokenizer, make_tiny, random_tiny_vlm, save_vlm
+from common.parallel import ParallelFlags
+from common.refit import open_store
+from common.rollout import rollout_group
+from tests.fakes import InlineEnvs, ScriptedEngine, ScriptedEnv, reply
+from tests.ranks import on_two_ranks
+from tests.test_refit_engine import Link, start_engine
+
+WIDE, SQUARE = draw(3, 1), draw(2, 3)  # 48 x 24 and 24 x 24 pixels
+TEXT = {"type": "text", "text": "how many?"}
+WORDS = {"group_size": 1, "temperature": 1.0, "timeout_s": 60, "system_prompt": None, "template_args": {}}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return save_vlm(*random_tiny_vlm(seed=3), tmp_path_factory.mktemp("vlm"))
+
+
+@pytest.fixture(scope="module")
+def processor(path):
+    return AutoProcessor.from_pretrained(path)
+
+
+def user(*content) -> dict:
+    return {"role": "user", "content": [image_part(c) if isinstance(c, Image.Image) else c for c in content]}
+
+
+def chat(*turns: str) -> str:
+    """The conversation as the template has it, up to where the policy speaks."""
+    return "".join(f"<|im_start|>{turn}" for turn in turns) + "<|im_start|>assistant\n"
+
+
+def test_the_two_sizes_have_different_numbers_of_ids():
+    assert (WIDE.size, SQUARE.size) == ((48, 24), (24, 24))
+
+
+def test_a_prompt_with_two_images_of_different_size_is_what_the_processor_makes_of_it_at_once(
+    path, processor
+):
+    messages = [{"role": "system", "content": "Count."}, user(WIDE, TEXT, SQUARE)]
+    _, rendered, ids, pictures = read_prompt(load_tokenizer(path), messages, None, {})
+    assert rendered == chat("system\nCount.<|im_end|>\n", "user\n<image>how many?<image><|im_end|>\n")
+    whole = processor(text=[rendered], images=[[WIDE, SQUARE]], return_tensors="np")
+    assert ids == whole["input_ids"][0].tolist()
+    assert [len(picture.pixels["pixel_values"]) for picture in pictures] == [3, 5], (
+        "2 tiles, 4 tiles, and each image whole"
+    )
+    for name in ("pixel_values", "pixel_attention_mask"):
+        assert np.array_equal(np.concatenate([picture.pixels[name] for picture in pictures]), whole[name][0])
+    short = processor.tokenizer.encode(rendered, add_special_tokens=False)
+    assert (
+        collapse(ids, pictures, processor.image_token_id) == short
+        and short.count(processor.image_token_id) == 2
+    )
+
+
+def test_what_is_no_image_and_a_placeholder_without_one_are_refused(path, tmp_path):
+    tokenizer = load_tokenizer(path)
+    with pytest.raises(EnvError, match="2 placeholders in the text, 1 images"):
+        read_prompt(tokenizer, [user(WIDE, {"type": "text", "text": "an <image>"})], None, {})
+    for url in ("/etc/passwd", "data:image/png;base64,@@", "data:image/png;base64,aGVsbG8=", None):
+        with pytest.raises(EnvError, match="an image must be data:image"):
+            read_prompt(tokenizer, [user({"type": "image", "image": url})], None, {})
+    with pytest.raises(EnvError, match="takes no images"):
+        read_prompt(load_tokenizer(make_tiny(tmp_path)), [user(WIDE, TEXT)], None, {})
+
+
+class SightedEngine(ScriptedEngine):
+    """The scripted engine of a model with images; vLLM's own expansion is for the tests with a real one."""
+
+    def __init__(self, replies, processor, max_model_len: int = 500):
+        super().__init__(replies, max_model_len)
+        self.image_token, self.shown = processor.image_token_id, []
+
+    async def _ask(self, prompt_ids, sampling, pictures=()):
+        self.shown.append([picture.image.size for picture in pictures])
+        return await super()._ask(prompt_ids, sampling)
+
+
+def play_two_turns(path, processor, first="2<|im_end|>", max_model_len=500):
+    """A picture, an answer, another picture of the environment, an answer."""
+    ids = [processor.tokenizer.encode(text, add_special_tokens=False) for text in (first, "3<|im_end|>")]
+    engine = SightedEngine([reply(each) for each in ids], processor, max_model_len)
+    steps = [Step(0.25, user(SQUARE, TEXT)["content"]), Step(1.0)]
+    envs = InlineEnvs(lambda: ScriptedEnv([user(WIDE, TEXT)], steps))
+    group = rollout_group(engine, load_tokenizer(path), envs, "train", 0, ticket=0, max_new_tokens=9, **WORDS)
+    (rollout,) = asyncio.run(group)
+    return engine, rollout
+
+
+def whole_conversation(processor) -> tuple[dict, int]:
+    """By one call of the processor, without the last answer; and how many ids the first turn has."""
+    first = "user\n<image>how many?<|im_end|>\n"
+    text = chat(first, "assistant\n2<|im_end|>\n", first)
+    turn = processor(text=[chat(first)], images=[[WIDE]])["input_ids"][0]
+    return processor(text=[text], images=[[WIDE, SQUARE]], return_tensors="np"), len(turn)
+
+
+def test_an_image_that_the_environment_gives_in_mid_episode_is_where_it_would_be_in_the_whole_conversation(
+    path, processor
+):
+    engine, rollout = play_two_turns(path, processor)
+    assert rollout.invalid is None, rollout.info
+    (segment,), (whole, first) = rollout.segments, whole_conversation(processor)
+    assert segment.token_ids[:-2].tolist() == whole["input_ids"][0].tolist()
+    assert [request["prompt_ids"] for request in engine.requests_seen] == [
+        segment.token_ids[:first].tolist(),
+        segment.token_ids[:-2].tolist(),
+    ]
+    assert engine.shown == [[WIDE.size], [WIDE.size, SQUARE.size]]
+    assert np.flatnonzero(segment.action_mask).tolist() == [
+        first,
+        first + 1,
+        len(segment.token_ids) - 2,
+        len(segment.token_ids) - 1,
+    ]
+    images = collate([segment_row(segment)])["images"]
+    assert images.keys() == {"pixel_values", "pixel_attention_mask"}
+    assert all(np.array_equal(images[name], whole[name][0]) for name in images)
+
+
+def test_a_limit_at_any_place_never_leaves_a_part_of_an_image(path, processor):
+    (whole, first), token = whole_conversation(processor), processor.image_token_id
+    ids, seen = whole["input_ids"][0].tolist(), set()
+    of_wide, of_both = ids[:first].count(token), ids.count(token)
+    for limit in range(1, len(ids) + 3):
+        _, rollout = play_two_turns(path, processor, max_model_len=limit)
+        if limit <= first:
+            assert rollout.invalid == "no_room" and not rollout.segments
+            continue
+        (segment,) = rollout.segments
+        held = (segment.token_ids == token).sum()
+        seen.add((int(held), len(segment.images), rollout.truncated))
+        assert rollout.invalid is None and held == (of_both if limit > len(ids) else of_wide)
+    # the answer of one turn, cut behind the first picture; of two, behind the second
+    assert seen == {(of_wide, 1, True), (of_both, 2, False)}
+
+
+def test_a_placeholder_that_the_policy_sampled_makes_the_rollout_invalid(path, processor):
+    _, rollout = play_two_turns(path, processor, first="<image>2<|im_end|>")
+    assert rollout.invalid == "image_token" and "sampled" in rollout.info["error"]
+
+
+def test_recorded_rollouts_keep_their_images_bit_for_bit(path, processor, tmp_path):
+    _, rollout = play_two_turns(path, processor)
+    dump_rollouts(str(tmp_path), 0, [rollout])
+    (again,) = read_rollouts(str(tmp_path), 0)
+    for ours, theirs in zip(rollout.segments[0].images, again.segments[0].images, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert ours[name].dtype == theirs[name].dtype and np.array_equal(ours[name], theirs[name])
+
+
+# --- Batches and gradients
+
+
+def sighted_rows(path: str) -> list[list[dict]]:
+    """Six rollouts: of two images, of one, of one, and three of text alone, the longest among them."""
+    tokenizer, dice, rollouts = load_tokenizer(path), np.random.default_rng(0), []
+    contents = [[WIDE, TEXT, SQUARE], [TEXT] * 9, [SQUARE], [TEXT], [TEXT, TEXT], [WIDE, TEXT]]
+    for index, content in enumerate(contents):
+        _, _, ids, pictures = read_prompt(tokenizer, [user(*content)], None, {})
+        answer = dice.integers(5, 90, 4).tolist()
+        rollouts.append([{
+            "token_ids": np.array(ids + answer, np.int32),
+            "action_mask": np.array([False] * len(ids) + [True] * 4),
+            "logprobs": np.where([False] * len(ids) + [True] * 4, -4.6, np.nan).astype(np.float32),
+            "images": [picture.pixels for picture in pictures],
+            "advantage": (-1) ** index * 0.7 + 0.1 * index,
+        }])  # fmt: skip
+    return rollouts
+
+
+@pytest.mark.parametrize("tokens, ranks", [(10_000, 1), (90, 1), (1, 1), (1, 2), (90, 4)])
+def test_each_micro_batch_has_images_in_the_order_of_its_rows(path, processor, tokens, ranks):
+    rows = [row for rollout in sighted_rows(path) for row in rollout]
+    flags = ParallelFlags(num_trainers=ranks, micro_batch_tokens=tokens)
+    shares, trained = micro_batches(rows, flags), 0
+    for batch in (batch for share in shares for batch in share):
+        tiles = []
+        for ids in batch["token_ids"]:  # which row it is say its ids
+            (row,) = [row for row in rows if np.array_equal(np.trim_zeros(ids, "b"), row["token_ids"])]
+            tiles += [image["pixel_values"] for image in row["images"]]
+        assert tiles and np.array_equal(batch["images"]["pixel_values"], np.concatenate(tiles))
+        assert (
+            len(batch["images"]["pixel_values"]) * 4 == (batch["token_ids"] == processor.image_token_id).sum()
+        )
+        trained += batch["action_mask"].sum()
+    assert trained == 4 * len(rows), "what was added for its image is not trained on"
+    texts = [row for row in rows if not row["images"]]
+    assert all(batch["images"] == {} for share in micro_batches(texts, flags) for batch in share)
+
+
+LAYOUTS = {
+    "one rank": ({}, 10_000),
+    "one rank, a row at a time": ({}, 1),
+    "two ranks": ({"num_trainers": 2}, 10_000),
+    "two ranks, a row at a time": ({"num_trainers": 2}, 1),
+    "two ranks, zero 3": ({"num_trainers": 2, "zero": 3}, 90),
+    "two ranks, frozen": ({"num_trainers": 2, "freeze_vision": True}, 1),
+    "checkpointing": ({"activation_checkpointing": True}, 90),
+}
+
+
+def rank_process(rank: int, path: str, out: str, port) -> None:
+    for name, (layout, tokens) in LAYOUTS.items():
+        args = Args(lr=0.0, temperature=0.9, correction_cap=2.0, max_grad_norm=1e9)
+        args.parallel = ParallelFlags(**layout, micro_batch_tokens=tokens, packing="off")
+        args.deadline.start_timeout_s = args.deadline.step_timeout_s = 60.0
+        if rank >= args.parallel.num_trainers:
+            continue
+        trainer = Trainer(args, path, rank, False)
+        if rank == 0:
+            store = open_store("127.0.0.1", 60)
+            if args.parallel.num_trainers > 1:
+                port.put(store.port)
+        trainer.setup(
+            "127.0.0.1", store.port if rank == 0 else port.get(timeout=120), "float32", num_workers=0
+        )
+        shares = make_minibatches(sighted_rows(path), args, step=0)
+        reported = trainer.train_step(shares[rank], 0.0, None)
+        gradients = {
+            name.replace("_checkpoint_wrapped_module.", ""): None
+            if p.grad is None
+            else getattr(p.grad, "full_tensor", lambda: p.grad)().clone()
+            for name, p in trainer.model.named_parameters()
+        }
+        torch.save((reported, gradients), f"{out}/{name}.{rank}")
+        torch.distributed.destroy_process_group()
+
+
+def oracle_gradients(path: str) -> dict[str, torch.Tensor]:
+    """Row by row, by Hugging Face's model: on-policy the surrogate's gradient is that of w A log pi."""
+    model = AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    rows = [row for rollout in sighted_rows(path) for row in rollout]
+    for row in rows:
+        names = row["images"][0] if row["images"] else {}
+        images = {
+            name: torch.tensor(np.concatenate([i[name] for i in row["images"]]))[None] for name in names
+        }
+        ids = torch.tensor(row["token_ids"]).long()[None]
+        logits = model(input_ids=ids, **images).logits[0, :-1] / 0.9
+        logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0][-4:]
+        weights = (logprobs.detach() + 4.6).exp().clamp(max=2.0)
+        (-(weights * row["advantage"] * logprobs).sum() / (4 * len(rows))).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_the_gradient_is_the_same_on_one_rank_and_two_however_images_and_text_are_batched(path, tmp_path):
+    on_two_ranks(rank_process, path, str(tmp_path), num_ports=1)
+    wanted = oracle_gradients(path)
+    assert sum("vision_model" in name and bool(grad.abs().max() > 0) for name, grad in wanted.items()) > 20
+    for name, (layout, _) in LAYOUTS.items():
+        for rank in range(layout.get("num_trainers", 1)):
+            _, gradients = torch.load(f"{tmp_path}/{name}.{rank}", weights_only=False)
+            assert gradients.keys() == wanted.keys()
+            for parameter, gradient in gradients.items():
+                if layout.get("freeze_vision") and "vision_model" in parameter:
+                    assert gradient is None, f"{name}: {parameter} is frozen"
+                    continue
+                error = (gradient - wanted[parameter]).abs().max()
+                assert error <= 1e-6 + 1e-4 * wanted[parameter].abs().max(), f"{name}: {parameter}, {error}"
+
+
+# --- Where images come from
+
+
+def png(image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "png")
+    return file.getvalue()
+
+
+def test_jsonl_has_images_by_path_and_by_url_before_a_text_or_where_messages_want_them(tmp_path):
+    (tmp_path / "a.png").write_bytes(png(WIDE))
+    url = "data:image/png;base64," + base64.b64encode(png(SQUARE)).decode()
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image"}, {"type": "image"}]}
+    ]
+    records = [
+        {"prompt": "how many?", "answer": "3", "images": ["a.png"]},
+        {"prompt": messages, "answer": "5", "images": [url, "a.png"]},
+    ]
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps(record | {"split": "train"}) + "\n" for record in records)
+    )
+    env = Jsonl(tmp_path / "a.jsonl")
+    first, second = env.tasks("train")
+    ((message,), (other,)) = env.reset(first), env.reset(second)
+    assert message["content"][1] == {"type": "text", "text": "how many?"}
+    for part, image in (
+        (message["content"][0], WIDE),
+        (other["content"][1], SQUARE),
+        (other["content"][2], WIDE),
+    ):
+        data = base64.b64decode(part["image"].partition(",")[2])
+        assert np.array_equal(np.array(Image.open(io.BytesIO(data))), np.array(image))
+    assert (
+        other["content"][0] == {"type": "text", "text": "x"}
+        and "image" not in second["prompt"][0]["content"][1]
+    )
+    (tmp_path / "b.jsonl").write_text(json.dumps(records[1] | {"images": [url]}))
+    with pytest.raises(
+        ValueError, match='line 1: 1 `images` for 2 parts {"type": "image"} in `prompt`; give as many'
+    ):
+        Jsonl(tmp_path / "b.jsonl").tasks("train")
+
+
+def test_pictures_show_what_the_task_says_and_only_the_index_decides_the_rest():
+    tasks = {split: Shapes().tasks(split) for split in ("train", "eval")}
+    assert not {task["index"] for task in tasks["train"]} & {task["index"] for task in tasks["eval"]}
+    assert [sum(task["number"] == n for task in tasks["eval"]) for n in (1, 2, 3, 4)] == [32] * 4
+    for task in tasks["eval"][:40]:
+        pixels = np.array(draw(task["number"], task["index"])).astype(int)
+        assert np.array_equal(pixels, np.array(draw(task["number"], task["index"])))
+        bright = (np.abs(pixels - pixels[0, 0]).sum(-1) > 0).sum()
+        assert bright == task["number"] * 36
+
+
+def test_layouts_that_images_do_not_have_are_refused(path):
+    def check(model, **flags):
+        checks.check_layout(model, ParallelFlags(**flags))
+
+    with pytest.raises(FlagError, match="--packing on: .* takes images; use --packing off"):
+        check(path, packing="on")
+    with pytest.raises(FlagError, match="--trainer-tp 2: a vision tower is not split; use 1"):
+        check(path, num_trainers=2, trainer_tp=2)
+    with pytest.raises(FlagError, match="--freeze-vision: tiny has no vision tower"):
+        check("tiny", freeze_vision=True)
+    check(path, freeze_vision=True)
+    args = Args(model="tiny", env="shapes")
+    with pytest.raises(
+        FlagError, match="--model tiny: it cannot take a prompt of --env shapes.*: the model takes no images"
+    ):
+        checks.check_tasks(args.model, args.env, None, args.data, args.engine, 4)
+
+
+# --- A real engine
+
+
+def prompts_of(path: str) -> list[tuple]:
+    """(ids, pictures) of prompts with two images, with one of either size, and with none."""
+    contents = [[WIDE, TEXT, SQUARE], [SQUARE, TEXT], [WIDE], [TEXT]]
+    contents += [[draw(1 + i % 4, i), {"type": "text", "text": str(i)}] for i in range(12)]
+    return [read_prompt(load_tokenizer(path), [user(*content)], None, {})[2:] for content in contents]
+
+
+@torch.no_grad()
+def trainers_logprobs(model, head, ids: list[int], pictures: list, answer: list[int]) -> np.ndarray:
+    segment_images = [{"token_ids": np.array(ids + answer), "images": [p.pixels for p in pictures]}]
+    images = {name: torch.tensor(value) for name, value in collate(segment_images)["images"].items()}
+    ids_BT = torch.tensor([ids + answer])
+    return head(model, ids_BT[:, :-1], ids_BT[:, 1:], 1.0, images=images)[0][0, len(ids) - 1 :].numpy()
+
+
+def test_trainer_and_engine_agree_on_images_before_and_after_refits_and_in_the_middle_of_answers(path):
+    async def run():
+        link = Link(path, max_model_len=400)
+        await link.join(path)
+        gate, head = await link.refit(0), LogprobHead(link.model)
+        assert not gate["changed"]
+        held = {0: {name: p.clone() for name, p in link.model.state_dict().items()}}
+        prompts, differences, blind, crossed = prompts_of(path), [], [], 0
+
+        async def refit(version: int) -> None:
+            link.perturb(seed=version)
+            held[version] = {name: p.clone() for name, p in link.model.state_dict().items()}
+            await link.refit(version)
+
+        for version in (0, 1, 2):
+            asked = [
+                asyncio.create_task(link.engine.generate(ids, 2, 1.0, 8, 0, pictures))
+                for ids, pictures in prompts
+            ]
+            long = [
+                asyncio.create_task(link.engine.generate(ids, 1, 1.0, 200, 0, pictures))
+                for ids, pictures in prompts[:3]
+            ]
+            groups = await asyncio.gather(*asked)
+            if version < 2:
+                await refit(version + 1)  # the long ones go on
+            groups += await asyncio.gather(*long)
+            for (ids, pictures), group in zip([*prompts, *prompts[:3]], groups, strict=True):
+                for each in group:
+                    crossed += len(set(each.versions.tolist())) > 1
+                    for v in set(each.versions.tolist()):
+                        link.model.load_state_dict(held[v])
+                        own = trainers_logprobs(link.model, head, ids, pictures, each.token_ids)
+                        there = each.versions == v
+                        differences += np.abs(own - np.array(each.logprobs))[there].tolist()
+                        if pictures and v:  # the tower of the version before is not the same
+                            tower = {
+                                n: w
+                                for n, w in held[v - 1].items()
+                                if "text_model" not in n and "lm_head" not in n
+                            }
+                            link.model.load_state_dict(held[v] | tower)
+                            other = trainers_logprobs(link.model, head, ids, pictures, each.token_ids)
+                            blind += np.abs(other - own)[there].tolist()
+            link.model.load_state_dict(held[min(version + 1, 2)])
+        link.engine.llm.shutdown()
+        print(f"{len(differences)} tokens, mean {np.mean(differences):.2g}, max {max(differences):.2g}; "
+              f"with the tower of before {np.mean(blind):.2g}; {crossed} answers crossed a refit")  # fmt: skip
+        assert len(differences) > 900 and np.mean(differences) <= 1e-6 and max(differences) <= 1e-4
+        assert np.mean(blind) > 1e-3, "what a stale cache of the tower's would have given"
+        assert crossed >= 2
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_expands_images_otherwise_is_an_error(path):
+    async def run():
+        engine = await start_engine(path, max_model_len=400)
+        ids, pictures = prompts_of(path)[0]
+        pictures[0].ids.append(pictures[0].ids[-1])  # as a processor of another version might
+        longer = [
+            *ids[: ids.index(pictures[0].ids[0])],
+            *pictures[0].ids,
+            *ids[ids.index(pictures[0].ids[0]) + len(pictures[0].ids) - 1 :],
+        ]
+        try:
+            with pytest.raises(ValueError, match="expands this model's images in its own way"):
+                await engine.generate(longer, 1, 1.0, 4, 0, pictures)
+        finally:
+            pictures[0].ids.pop()
+            engine.llm.shutdown()
+
+    asyncio.run(run())
