@@ -389,8 +389,8 @@ def test_trainer_and_engine_agree_on_images_before_and_after_refits_and_in_the_m
     async def run():
         link = Link(path, max_model_len=400)
         await link.join(path)
-        gate, head = await link.refit(0), LogprobHead(link.model)
-        assert not gate["changed"]
+        await link.refit(0)
+        head = LogprobHead(link.model)
         held = {0: {name: p.clone() for name, p in link.model.state_dict().items()}}
         prompts, differences, blind, crossed = prompts_of(path), [], [], 0
 

@@ -1,6 +1,6 @@
 """Two turns with images: a tool that answers with a picture.
 
-    python -m algos.grpo --model tiny-vlm --env scripts/examples/look.py:Look --lr 1e-3 --max-new-tokens 3
+    python -m algos.grpo --model tiny-vlm --env scripts/examples/look.py:Look --lr 5e-4 --max-new-tokens 3
 
 The first reply should say how many squares there are. With it the tool is asked, which draws a picture of its
 own; the second reply should count that one's. Both count; only both right are a score.
