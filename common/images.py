@@ -35,15 +35,15 @@ def read_picture(model_path: str, url: str) -> Picture:
 
     if (token := image_token(model_path)) is None:
         raise EnvError("bad_prompt", "the model takes no images")
+    processor = load_processor(model_path)
+    placeholder = {"text": [processor.tokenizer.convert_ids_to_tokens(token)], "add_special_tokens": False}
     try:
         data = base64.b64decode(url.partition(";base64,")[2], validate=True)
         image = Image.open(io.BytesIO(data)).convert("RGB")
-    except (AttributeError, ValueError, OSError) as error:
+        made = processor(images=[image], return_tensors="np", **placeholder)
+    except Exception as error:  # Pillow and the processor raise what they like
         what = "an image must be data:image/...;base64,..., as common.envs.image_part makes it"
         raise EnvError("bad_prompt", f"{what} ({type(error).__name__}: {error})") from error
-    processor = load_processor(model_path)
-    text = processor.tokenizer.convert_ids_to_tokens(token)
-    made = processor(text=[text], images=[image], add_special_tokens=False, return_tensors="np")
     batched = load_config(model_path)["model_type"] in WITH_BATCH_AXIS
     pixels = {name: value[0] if batched else value for name, value in made.items() if name not in OF_TEXT}
     return Picture(image, made["input_ids"][0].tolist(), pixels)
