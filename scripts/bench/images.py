@@ -20,7 +20,7 @@ import numpy as np  # noqa: E402
 from common.envs.shapes import MOST, Shapes  # noqa: E402
 
 FOLDER = ROOT / "runs" / "images"
-FLAGS = "--model tiny-vlm --max-new-tokens 3 --lr 5e-4 --max-steps 150 --eval-every 30"
+FLAGS = "--model tiny-vlm --max-new-tokens 3 --lr 5e-4 --max-steps 200 --eval-every 40"
 
 
 class Shuffled(Shapes):
