@@ -8,6 +8,10 @@ import asyncio
 import base64
 import io
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +22,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from algos.grpo import Args, Trainer, make_minibatches
 from common import checks
 from common.agent import read_prompt
-from common.batching import collate, micro_batches, segment_row
+from common.batching import collate, micro_batches, segment_row, to_device
 from common.checks import FlagError
 from common.debug import dump_rollouts, read_rollouts
 from common.env import Step
@@ -294,6 +298,50 @@ def test_the_gradient_is_the_same_on_one_rank_and_two_however_images_and_text_ar
                 assert error <= 1e-6 + 1e-4 * wanted[parameter].abs().max(), f"{name}: {parameter}, {error}"
 
 
+def test_a_model_of_patches_and_grids_takes_the_images_of_several_rows_as_those_of_each_alone():
+    """Qwen3-VL's trainer half; its processor, and with it vLLM, wants torchvision, so ids are laid out by hand."""
+    from transformers import Qwen3VLConfig
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    layers = dict(hidden_size=64, intermediate_size=128)
+    rope = dict(rope_type="default", rope_theta=10_000.0, mrope_section=[6, 5, 5], mrope_interleaved=True)
+    text = dict(
+        vocab_size=120, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32
+    )
+    tower = dict(depth=2, num_heads=2, patch_size=8, out_hidden_size=64, num_position_embeddings=64)
+    config = Qwen3VLConfig(
+        text_config=text | layers | dict(rope_parameters=rope, initializer_range=0.2),
+        vision_config=tower | layers | dict(deepstack_visual_indexes=[0], initializer_range=0.2),
+        image_token_id=110, video_token_id=111, vision_start_token_id=112, vision_end_token_id=113,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+    size = dict(shortest_edge=16 * 16, longest_edge=64 * 64)
+    arrays_of = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=size)
+    rows, wanted = [], []
+    for shown, words in (([WIDE, SQUARE], 3), ([SQUARE], 9), ([], 5)):
+        images, ids = [dict(arrays_of(image, return_tensors="np")) for image in shown], [7]
+        for image in images:
+            ids += [112, *[110] * (int(image["image_grid_thw"].prod()) // 4), 113]
+        ids += range(20, 20 + words)
+        rows.append({"token_ids": np.array(ids), "images": images})
+        whole = dict(arrays_of(shown, return_tensors="pt")) if shown else {}
+        ids = torch.tensor([ids])
+        if shown:
+            whole["mm_token_type_ids"] = (ids == 110).int()
+        with torch.no_grad():
+            logprobs = model(input_ids=ids, **whole).logits.log_softmax(-1)
+        wanted.append(logprobs[0, :-1].gather(1, ids[0, 1:, None])[:, 0])
+    batch, head = to_device(collate(rows), torch.device("cpu")), LogprobHead(model)
+    assert [len(row["images"]) for row in rows] == [2, 1, 0] and len(batch["images"]["image_grid_thw"]) == 3
+    with torch.no_grad():
+        got = head(model, batch["token_ids"][:, :-1], batch["token_ids"][:, 1:], 1.0, images=batch["images"])[
+            0
+        ]
+    for row, each in enumerate(wanted):
+        assert (got[row, : len(each)] - each).abs().max() <= 1e-4 * each.abs().max()
+
+
 # --- Where images come from
 
 
@@ -458,3 +506,32 @@ def test_an_engine_that_expands_images_otherwise_is_an_error(path):
             engine.llm.shutdown()
 
     asyncio.run(run())
+
+
+def test_a_run_trains_on_images_out_of_a_file_and_its_checkpoint_is_a_model_with_a_processor(path, tmp_path):
+    lines = []
+    for index in range(40):
+        image = draw(1 + index % 4, index)
+        (tmp_path / f"{index}.png").write_bytes(png(image))
+        lines.append({"prompt": "how many?", "answer": str(1 + index % 4), "images": [f"{index}.png"]})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = f"--model {path} --env jsonl:{tmp_path}/a.jsonl --lr 1e-3 --max-steps 2 --prompts-per-step 4 --group-size 4"
+    flags += f" --max-staleness 0 --max-new-tokens 4 --output-dir {tmp_path}/run --dump-rollouts {tmp_path}/rollouts"
+    run = subprocess.run(
+        [sys.executable, "-m", "algos.grpo", *flags.split()], capture_output=True, text=True, timeout=400,
+        cwd=Path(__file__).parents[1], env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and max(row["mismatch/abs_mean"] for row in rows) <= 1e-5
+    rollouts = [
+        r for step in (0, 1) for r in read_rollouts(str(tmp_path / "rollouts"), step) if not r.invalid
+    ]
+    assert rollouts and all(len(segment.images) == 1 for r in rollouts for segment in r.segments)
+    trained = str(tmp_path / "run/checkpoints/step_2")
+    _, _, ids, pictures = read_prompt(load_tokenizer(trained), [user(WIDE, TEXT)], None, {})
+    assert ids == read_prompt(load_tokenizer(path), [user(WIDE, TEXT)], None, {})[2] and len(pictures) == 1
+    moved = AutoModelForImageTextToText.from_pretrained(trained, dtype=torch.float32).state_dict()
+    began = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).state_dict()
+    assert moved.keys() == began.keys()
+    assert not any(torch.equal(moved[name], began[name]) for name in moved if name.endswith("q_proj.weight"))
