@@ -32,7 +32,7 @@ from common.envs.pool import EnvError
 from common.envs.shapes import Shapes, draw
 from common.images import collapse
 from common.logprobs import LogprobHead
-from common.models import load_tokenizer, make_tiny, random_tiny_vlm, save_vlm
+from common.models import load_tokenizer, make_tiny, random_tiny_vlm, resolve_model, save_vlm
 from common.parallel import ParallelFlags
 from common.refit import open_store
 from common.rollout import rollout_group
@@ -508,14 +508,14 @@ def test_an_engine_that_expands_images_otherwise_is_an_error(path):
     asyncio.run(run())
 
 
-def test_a_run_trains_on_images_out_of_a_file_and_its_checkpoint_is_a_model_with_a_processor(path, tmp_path):
-    lines = []
+def test_a_run_trains_on_images_out_of_a_file_and_its_checkpoint_is_a_model_with_a_processor(tmp_path):
+    path, lines = resolve_model("tiny-vlm"), []
     for index in range(40):
         image = draw(1 + index % 4, index)
         (tmp_path / f"{index}.png").write_bytes(png(image))
-        lines.append({"prompt": "how many?", "answer": str(1 + index % 4), "images": [f"{index}.png"]})
+        lines.append({"prompt": "?", "answer": str(1 + index % 4), "images": [f"{index}.png"]})
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = f"--model {path} --env jsonl:{tmp_path}/a.jsonl --lr 1e-3 --max-steps 2 --prompts-per-step 4 --group-size 4"
+    flags = f"--model tiny-vlm --env jsonl:{tmp_path}/a.jsonl --lr 1e-3 --max-steps 2 --prompts-per-step 4 --group-size 4"
     flags += f" --max-staleness 0 --max-new-tokens 4 --output-dir {tmp_path}/run --dump-rollouts {tmp_path}/rollouts"
     run = subprocess.run(
         [sys.executable, "-m", "algos.grpo", *flags.split()], capture_output=True, text=True, timeout=400,
