@@ -111,21 +111,26 @@ class SightedEngine(ScriptedEngine):
         return await super()._ask(prompt_ids, sampling)
 
 
-def play_two_turns(path, processor, first="2<|im_end|>", max_model_len=500):
-    """A picture, an answer, another picture of the environment, an answer."""
+def play_two_turns(path, processor, first="2<|im_end|>", max_model_len=500, history=""):
+    """A picture, an answer, another picture of the environment, an answer. `history`: what the template puts
+    before an earlier answer, so that it is not what was sampled."""
+    tokenizer = load_tokenizer(path)
+    role = "{{ message['role'] }}\n"
+    said = "{% if message['role'] == 'assistant' %}" + history + "{% endif %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(role, role + said)
     ids = [processor.tokenizer.encode(text, add_special_tokens=False) for text in (first, "3<|im_end|>")]
     engine = SightedEngine([reply(each) for each in ids], processor, max_model_len)
     steps = [Step(0.25, user(SQUARE, TEXT)["content"]), Step(1.0)]
     envs = InlineEnvs(lambda: ScriptedEnv([user(WIDE, TEXT)], steps))
-    group = rollout_group(engine, load_tokenizer(path), envs, "train", 0, ticket=0, max_new_tokens=9, **WORDS)
+    group = rollout_group(engine, tokenizer, envs, "train", 0, ticket=0, max_new_tokens=9, **WORDS)
     (rollout,) = asyncio.run(group)
     return engine, rollout
 
 
-def whole_conversation(processor) -> tuple[dict, int]:
+def whole_conversation(processor, history="") -> tuple[dict, int]:
     """By one call of the processor, without the last answer; and how many ids the first turn has."""
     first = "user\n<image>how many?<|im_end|>\n"
-    text = chat(first, "assistant\n2<|im_end|>\n", first)
+    text = chat(first, f"assistant\n{history}2<|im_end|>\n", first)
     turn = processor(text=[chat(first)], images=[[WIDE]])["input_ids"][0]
     return processor(text=[text], images=[[WIDE, SQUARE]], return_tensors="np"), len(turn)
 
@@ -150,6 +155,20 @@ def test_an_image_that_the_environment_gives_in_mid_episode_is_where_it_would_be
     ]
     images = collate([segment_row(segment)])["images"]
     assert images.keys() == {"pixel_values", "pixel_attention_mask"}
+    assert all(np.array_equal(images[name], whole[name][0]) for name in images)
+
+
+def test_where_the_template_rewrites_history_a_segment_starts_with_all_images(path, processor):
+    _, rollout = play_two_turns(path, processor, history="~")
+    (first, second), (whole, length) = rollout.segments, whole_conversation(processor, history="~")
+    assert (len(first.images), len(second.images)) == (1, 2)
+    assert first.token_ids[:length].tolist() == whole["input_ids"][0, :length].tolist()
+    assert second.token_ids[:-2].tolist() == whole["input_ids"][0].tolist()
+    assert np.flatnonzero(second.action_mask).tolist() == [
+        len(second.token_ids) - 2,
+        len(second.token_ids) - 1,
+    ]
+    images = collate([segment_row(second)])["images"]
     assert all(np.array_equal(images[name], whole[name][0]) for name in images)
 
 
