@@ -6,6 +6,7 @@ ends, have an engine of their own. What a run should have logged is worked out h
 """
 
 import ast
+import concurrent.futures
 import importlib.util
 import json
 import re
@@ -23,7 +24,30 @@ EDITS = ROOT / "tests" / "edits"
 ENVS = f"{EDITS}/envs.py"
 FLAGS = "--model tiny --prompts-per-step 8 --group-size 4 --max-in-flight 4 --max-steps 3 --lr 1e-3".split()
 FLAGS += ["--no-tensorboard", "--lr-warmup-steps", "0"]
-STEPS = range(3)
+STEPS, UNCORRECTED = range(3), ("--correction", "none")
+WITH_AN_ENGINE = {  # edits that change what is sampled, or when a run ends, and the flags of their runs
+    "two_environments": ["--env", f"{ENVS}:Graded", "--env2", f"{ENVS}:Letters"],
+    "early_stopping": ["--env", "reverse", "--eval-every", "1", "--stop-at", "0.2"],
+    "curriculum": [
+        "--env",
+        f"{ENVS}:Halves",
+        "--max-steps",
+        "9",
+        "--max-in-flight",
+        "2",
+        "--max-staleness",
+        "0",
+    ],
+    "replay_failures": [
+        "--env",
+        f"{ENVS}:Halves",
+        "--no-shuffle",
+        "--max-in-flight",
+        "1",
+        "--max-staleness",
+        "0",
+    ],
+}
 
 
 def copy_of(name: str, folder: Path) -> Path:
@@ -34,6 +58,15 @@ def copy_of(name: str, folder: Path) -> Path:
     shutil.copy(ROOT / path, target)
     subprocess.run(["git", "apply", str(EDITS / f"{name}.patch")], cwd=folder, check=True)
     return target
+
+
+def load(path: Path):
+    """The file at `path` as a module."""
+    spec = importlib.util.spec_from_file_location(f"edited_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def run(path: Path, out: Path, *flags: str) -> list[dict]:
@@ -62,8 +95,21 @@ def plain(recorded, tmp_path_factory):
     return run(ROOT / "algos/grpo.py", out, "--replay-rollouts", str(recorded))
 
 
+@pytest.fixture(scope="module")
+def sampling(recorded, tmp_path_factory):
+    """The runs with an engine of their own, one after the other beside the tests before them."""
+
+    def start(name: str):
+        folder = tmp_path_factory.mktemp(name)
+        flags = [*WITH_AN_ENGINE[name], "--dump-rollouts", str(folder / "dump")]
+        return run(copy_of(name, folder), folder / "run", *flags), folder
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        yield {name: pool.submit(start, name) for name in WITH_AN_ENGINE}
+
+
 @pytest.fixture
-def edited(request, recorded, tmp_path):
+def edited(request, recorded, sampling, tmp_path):
     """Rows of the patched file, NAME of the test's, trained from the recorded rollouts with further flags."""
     name = request.node.name.removeprefix("test_")
     path = copy_of(name, tmp_path)
@@ -74,6 +120,12 @@ def edited(request, recorded, tmp_path):
 
     rows.path = path
     return rows
+
+
+@pytest.fixture
+def sampled(request, sampling):
+    """(rows, folder) of the run that the test is about."""
+    return sampling[request.node.name.removeprefix("test_")].result(900)
 
 
 def groups(folder: Path, step: int) -> list[list[dict]]:
@@ -159,13 +211,19 @@ def test_new_metric(edited, recorded, plain):
 
 
 def test_sequence_clip(edited, recorded, tmp_path):
-    # gspo.py is the same loss, written for rows of several segments
-    flags = ["--epochs", "2", "--minibatches", "2", "--clip-low", "0.02", "--clip-high", "0.02"]
-    gspo = run(ROOT / "algos/gspo.py", tmp_path / "gspo", "--replay-rollouts", str(recorded), *flags)
-    for row, same in zip(edited(*flags), gspo, strict=True):
-        for name in ("loss/policy", "grad_norm", "ratio/clip_low_frac", "ratio/clip_high_frac"):
-            assert row[name] == pytest.approx(same[name], rel=1e-3, abs=1e-6), name
-    assert max(row["ratio/clip_high_frac"] for row in gspo) > 0
+    # before the first update all ratios are 1, and a rollout's ratio has the gradients of its tokens' ratios
+    plain = run(ROOT / "algos/grpo.py", tmp_path / "plain", "--replay-rollouts", str(recorded), *UNCORRECTED)
+    for row, other in zip(edited(*UNCORRECTED), plain, strict=True):
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+    # two tokens each: mean log-ratios 0.1 and -0.2, so ratios 1.105 and 0.819; A = 1 with a clip at 1.05
+    grpo, old = load(edited.path), torch.zeros(2, 3)
+    logprobs = torch.tensor([[0.3, -0.1, 9.0], [-0.5, 0.1, 9.0]], requires_grad=True)
+    mask, weights = torch.tensor([[True, True, False]] * 2), torch.full((2, 3), 2.0)
+    loss, _ = grpo.policy_loss(logprobs, old, weights, torch.ones(2), mask, 0.2, 0.05)
+    assert loss.item() == pytest.approx(-2 * 2 * 1.05 - 2 * 2 * np.exp(-0.2))
+    loss.backward()
+    assert logprobs.grad[0].tolist() == [0, 0, 0]
+    assert logprobs.grad[1].tolist() == pytest.approx([-2 * np.exp(-0.2), -2 * np.exp(-0.2), 0])
 
 
 def test_reward_clipping(edited, recorded, plain):
@@ -195,9 +253,7 @@ def test_per_turn_discount(edited, recorded, tmp_path):
     for row, other in zip(edited(*flags, "--turn-gamma", "1"), same, strict=True):
         assert row["advantage/abs_mean"] == pytest.approx(other["advantage/abs_mean"], rel=1e-5)
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    spec = importlib.util.spec_from_file_location("edited_ppo", edited.path)
-    ppo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ppo)
+    ppo = load(edited.path)
     # two turns of two tokens, 4 earned at the end and 2 by the first: 2 + 4/2, twice, and 4
     mask = torch.tensor([[False, True, True, False, True, True]])
     rewards = torch.tensor([[0.0, 0, 2, 0, 0, 4]])
@@ -218,36 +274,28 @@ def tasks_by_ticket(folder: Path) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def test_two_environments(tmp_path):
-    path, dump = copy_of("two_environments", tmp_path), tmp_path / "dump"
-    flags = ["--env", f"{ENVS}:Graded", "--env2", f"{ENVS}:Letters", "--dump-rollouts", str(dump)]
-    rows = run(path, tmp_path / "run", *flags)
+def test_two_environments(sampled):
+    rows, folder = sampled
     for step, row in enumerate(rows):
-        second = [r["reward"] for group in groups(dump, step) for r in group if r["ticket"] % 4 == 3]
-        first = [r["reward"] for group in groups(dump, step) for r in group if r["ticket"] % 4 != 3]
+        rollouts = [rollout for group in groups(folder / "dump", step) for rollout in group]
+        second = [rollout["reward"] for rollout in rollouts if rollout["ticket"] % 4 == 3]
+        first = [rollout["reward"] for rollout in rollouts if rollout["ticket"] % 4 != 3]
         assert max(first) < 10 <= min(second)
         assert row["reward/env2_mean"] == pytest.approx(np.mean(second))
     assert "eval/Graded/mean" in rows[0]
 
 
-def test_early_stopping(tmp_path):
-    path, out = copy_of("early_stopping", tmp_path), tmp_path / "run"
-    rows = run(path, out, "--env", "reverse", "--eval-every", "1", "--stop-at", "0.2")
+def test_early_stopping(sampled):
+    rows, folder = sampled
     assert rows[0]["eval/reverse/mean"] >= 0.2  # so the first step is the last
     assert len(rows) == 1 and "eval_end/reverse/mean" in rows[0]
-    assert json.loads((out / "summary.json").read_text())["checkpoint"].endswith("step_1")
+    assert json.loads((folder / "run/summary.json").read_text())["checkpoint"].endswith("step_1")
 
 
-def test_curriculum(tmp_path):
-    path, dump = copy_of("curriculum", tmp_path), tmp_path / "dump"
-    flags = ["--env", f"{ENVS}:Halves", "--dump-rollouts", str(dump), "--max-steps", "9"]
-    run(path, tmp_path / "run", *flags, "--max-in-flight", "2", "--max-staleness", "0")
-    solved = {
-        rollout["ticket"]: rollout["reward"] == 1
-        for step in range(9)
-        for group in groups(dump, step)
-        for rollout in group
-    }
+def test_curriculum(sampled):
+    _, folder = sampled
+    found = [rollout for step in range(9) for group in groups(folder / "dump", step) for rollout in group]
+    solved = {rollout["ticket"]: rollout["reward"] == 1 for rollout in found}
     later = [
         solved[ticket] for ticket in sorted(solved) if ticket >= 24
     ]  # after two passes over twelve tasks
@@ -255,20 +303,17 @@ def test_curriculum(tmp_path):
     assert 0 < np.mean(later) < 0.4  # 0.25 / 1.25 is expected, half without the change
 
 
-def test_replay_failures(tmp_path):
-    path, dump = copy_of("replay_failures", tmp_path), tmp_path / "dump"
-    flags = ["--env", f"{ENVS}:Halves", "--dump-rollouts", str(dump), "--no-shuffle"]
-    run(path, tmp_path / "run", *flags, "--max-in-flight", "1", "--max-staleness", "0")
-    prompts = list(tasks_by_ticket(dump).values())
+def test_replay_failures(sampled):
+    _, folder = sampled
+    found = [rollout for step in STEPS for group in groups(folder / "dump", step) for rollout in group]
+    prompts = {rollout["ticket"]: rollout["prompt_id"] for rollout in found}
     # tasks 0 to 11 in order, failing at 1, 3, 5 ...; each fourth group is one of these again, oldest first
-    order, waiting, expected = [str(n) for n in range(12)], [], []
+    waiting, expected = [], []
     for ticket in range(24):
-        again = ticket % 4 == 3 and waiting
-        task = waiting.pop(0) if again else order[ticket % 12]
-        expected.append(task)
-        if not again and int(task) % 2:
-            waiting.append(task)
-    assert prompts == expected
+        again = ticket % 4 == 3 and len(waiting) > 0
+        expected.append(waiting.pop(0) if again else ticket % 12)
+        waiting += [expected[-1]] if not again and expected[-1] % 2 else []
+    assert [int(prompts[ticket]) for ticket in range(24)] == expected
 
 
 # --- The maps that lead to such places
@@ -312,3 +357,12 @@ def test_each_recipe_has_a_drill_and_names_what_is_there():
         ), where
         drilled |= set(re.findall(r"`(\w+)`", drills))
     assert drilled <= {path.stem for path in EDITS.glob("*.patch")} | {"Graded"}
+
+
+def test_the_table_of_changes_is_what_the_patches_take():
+    from scripts.edit_sizes import ours, table
+
+    assert "\n".join(table()) in (ROOT / "docs/editing.md").read_text(), "run python scripts/edit_sizes.py"
+    for path in EDITS.glob("*.patch"):
+        files, lines, _ = ours(path.stem)
+        assert files == 1 and 0 < lines <= 30, path
