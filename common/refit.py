@@ -111,34 +111,29 @@ class Entry:
     name: str
     shape: list[int]
     dtype: str  # "float32", "bfloat16"
-    bucket: int
     offset: int  # bytes from the start of its bucket
 
     @property
     def end(self) -> int:
-        return self.offset + math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+        """Where the next one begins; of the last one, the size of the bucket."""
+        nbytes = math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+        return self.offset + math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
 
     def view(self, bucket: torch.Tensor) -> torch.Tensor:
-        return bucket[self.offset : self.end].view(getattr(torch, self.dtype)).view(self.shape)
+        flat = bucket[self.offset : self.end].view(getattr(torch, self.dtype))
+        return flat[: math.prod(self.shape)].view(self.shape)
 
 
-def lay_out(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> tuple[list[Entry], list[int]]:
-    """Packs tensors into buckets in order. Returns the entries and the size of each bucket in bytes."""
-    entries, sizes = [], [0]
+def lay_out(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> list[list[Entry]]:
+    """Packs tensors in order into buckets of at most `bucket_bytes`; a larger tensor has one of its own."""
+    buckets, end = [[]], 0
     for name, tensor in tensors:
-        nbytes = math.ceil(tensor.numel() * tensor.element_size() / ALIGNMENT) * ALIGNMENT
-        if sizes[-1] and sizes[-1] + nbytes > bucket_bytes:
-            sizes.append(0)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(Entry(name, list(tensor.shape), dtype, len(sizes) - 1, sizes[-1]))
-        sizes[-1] += nbytes
-    return entries, sizes
-
-
-def by_bucket(entries: list[Entry]) -> list[list[Entry]]:
-    buckets: list[list[Entry]] = [[] for _ in range(1 + entries[-1].bucket)]
-    for entry in entries:
-        buckets[entry.bucket].append(entry)
+        entry = Entry(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), end)
+        if buckets[-1] and entry.end > bucket_bytes:
+            buckets.append([])
+            entry.offset = 0
+        buckets[-1].append(entry)
+        end = entry.end
     return buckets
 
 
@@ -303,16 +298,12 @@ class Wire:
             options._timeout = 2 * timeout  # `finish` comes first: NCCL's own watchdog ends the process
             self.data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self.store), *place, options)
 
-    def send_object(self, value: dict) -> None:
-        """A small dict as JSON, from rank 0 to everybody."""
-        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        broadcast(self.control, torch.tensor([len(payload)])).wait()
-        broadcast(self.control, payload).wait()
-
-    def receive_object(self) -> dict:
-        size = torch.zeros(1, dtype=torch.int64)
+    def share(self, value: dict | None = None) -> dict:
+        """A small dict as JSON, rank 0's `value`, to everybody."""
+        text = json.dumps(value).encode() if self.rank == 0 else b""
+        size = torch.tensor([len(text)])
         broadcast(self.control, size).wait()
-        payload = torch.empty(int(size), dtype=torch.uint8)
+        payload = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
         broadcast(self.control, payload).wait()
         return json.loads(bytes(payload.numpy()))
 
@@ -401,8 +392,8 @@ class WeightSender:
 
     def __init__(self, model: torch.nn.Module, rank: int, dtype: str, timeout_s: float):
         self.model, self.rank, self.timeout_s = model, rank, timeout_s
-        self.dtype, self.wire, self.entries, self.sizes = getattr(torch, dtype), None, [], []
-        self.slots: dict[int, tuple] = {}  # views of the tensors and of the gaps between them, by bucket
+        self.dtype, self.wire, self.buckets, self.sizes = getattr(torch, dtype), None, [], []
+        self.views: dict[int, list[torch.Tensor]] = {}  # of the tensors, by bucket
         self.last: list[int] = []  # the checksums of the payload before
 
     def join(self, store: dist.Store, num_trainers: int, num_workers: int) -> None:
@@ -420,35 +411,26 @@ class WeightSender:
         if first and self.wire.member:
             dtypes = [tensor.dtype if CHOICE_BIAS in name else self.dtype for name, tensor in named]
             shapes = [(n, torch.empty(t.shape, dtype=d, device="meta")) for (n, t), d in zip(named, dtypes)]
-            bucket_bytes = BUCKET_BYTES[self.wire.transport]
-            self.entries, self.sizes = lay_out(checkpoint_tensors(shapes), bucket_bytes)
+            self.buckets = lay_out(checkpoint_tensors(shapes), BUCKET_BYTES[self.wire.transport])
+            self.sizes = [members[-1].end for members in self.buckets]
             self.wire.allocate(self.sizes)
-        layout = {"entries": [vars(entry) for entry in self.entries], "sizes": self.sizes} if first else {}
-        self._announce({"version": version} | layout)
+        if self.wire.member:
+            layout = [[vars(entry) for entry in members] for members in self.buckets] if first else []
+            self.wire.share({"version": version, "buckets": layout})
         for _ in range(1 + first):  # twice at the gate: to learn the way in, and to try it
             hashes = self._send_buckets(named)
         changed, self.last = hashes != self.last, hashes
         return {"version": version, "bytes": sum(self.sizes), "changed": changed}
-
-    def _announce(self, value: dict) -> None:
-        if self.rank == 0:
-            self.wire.send_object(value)
-        elif self.wire.member:
-            self.wire.receive_object()
 
     def _send_buckets(self, named: list[tuple[str, torch.Tensor]]) -> list[int]:
         """One pass over all weights. Returns the checksums of the buckets."""
         gathered, hashes = checkpoint_tensors(named), []
 
         def pack(index: int, bucket: torch.Tensor) -> None:
-            if index not in self.slots:
-                members = [entry for entry in self.entries if entry.bucket == index]
-                gaps = [bucket[entry.end : -(-entry.end // ALIGNMENT) * ALIGNMENT] for entry in members]
-                self.slots[index] = [e.view(bucket) for e in members], [gap for gap in gaps if len(gap)]
-            views, gaps = self.slots[index]
-            torch._foreach_copy_(views, [next(gathered)[1] for _ in views])
-            if gaps:
-                torch._foreach_zero_(gaps)  # they are hashed too
+            if index not in self.views:
+                self.views[index] = [entry.view(bucket) for entry in self.buckets[index]]
+            bucket.zero_()  # gaps between tensors are hashed too
+            torch._foreach_copy_(self.views[index], [next(gathered)[1] for _ in self.views[index]])
             hashes.append(hash_words(bucket.view(torch.int32)))
 
         if not self.wire.member:
@@ -456,7 +438,7 @@ class WeightSender:
         self.wire.send(self.sizes, pack)
         self.wire.finish()  # before anything waits for the GPU without a deadline
         checksums = torch.stack(hashes).tolist()
-        self._announce({"checksums": checksums})
+        self.wire.share({"checksums": checksums})
         return checksums
 
 

@@ -66,7 +66,6 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         self.plan: dict[str, list[Copy]] = {}
         self.places: dict[int, tuple] = {}  # the plan as lists of views, by bucket
         self.received: dict[str, int] = {}  # checksums of tensors, for the reload alone
-        self.report: dict = {}
         self.poisoned = False
 
     def start_weight_update(self) -> None:
@@ -78,13 +77,13 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, info: UpdateInfo) -> None:
-        header = self.wire.receive_object()
+        header = self.wire.share()
         start = time.monotonic()
         if header["version"] != info.version:
             raise RefitError(f"expected weights of version {info.version}, got {header['version']}")
         if self.mode is None:
-            self.members = refit.by_bucket([Entry(**entry) for entry in header["entries"]])
-            self.sizes = header["sizes"]
+            self.members = [[Entry(**entry) for entry in members] for members in header["buckets"]]
+            self.sizes = [members[-1].end for members in self.members]
             self.wire.map(self.sizes)
             self._gate()
         else:
@@ -99,7 +98,7 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         for index, bucket in self.wire.receive(self.sizes):
             load(index, bucket)
             hashes.append(refit.hash_words(bucket.view(torch.int32)))
-        sent = self.wire.receive_object()["checksums"]
+        sent = self.wire.share()["checksums"]
         self.wire.finish()
         for members, ours, theirs in zip(self.members, torch.stack(hashes).tolist(), sent, strict=True):
             if ours != theirs:
