@@ -19,7 +19,7 @@ def logit_sums(logits_TV: torch.Tensor, targets_T: torch.Tensor, temperature: fl
     """What log-prob and entropy are made of, [4, T] in fp32. With x = logits / temperature and m = max x:
     m, sum exp(x - m), sum (x - m) exp(x - m), and x of the target, or 0 where it is not among these."""
     if logits_TV.device.type == "cuda":
-        from common.logprob_kernel import logit_sums_on_gpu
+        from common.kernels import logit_sums_on_gpu
 
         return logit_sums_on_gpu(logits_TV, targets_T, temperature)
     x_TV = logits_TV.float() / temperature
@@ -35,7 +35,7 @@ def logit_sums(logits_TV: torch.Tensor, targets_T: torch.Tensor, temperature: fl
 def logit_gradients_(logits_TV, targets_T, log_z_T, entropy_T, grad_T, entropy_grad_T, temperature: float):
     """Turns logits, in place, into the gradient of sum(grad x log-prob + entropy_grad x entropy) for them."""
     if logits_TV.device.type == "cuda":
-        from common.logprob_kernel import logit_gradients_on_gpu
+        from common.kernels import logit_gradients_on_gpu
 
         rows = (targets_T, log_z_T, entropy_T, grad_T, entropy_grad_T)
         return logit_gradients_on_gpu(logits_TV, *rows, temperature)

@@ -210,43 +210,28 @@ def make_optimizer(
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW with its averages in CPU memory: those of a part of the parameters at a time come to the GPU."""
-
-    PART = 1 << 28  # elements: 2 GiB of averages
+    """AdamW with its averages in CPU memory: those of one parameter at a time come to the GPU."""
 
     def step(self, closure=None) -> None:
-        (group,), parts, size = self.param_groups, [[]], 0
+        (group,) = self.param_groups
         for parameter in group["params"]:
-            if parts[-1] and size + local(parameter).numel() > self.PART:
-                parts, size = [*parts, []], 0
-            parts[-1].append(parameter)
-            size += local(parameter).numel()
-        for part in parts:
-            self._move(part, lambda average, parameter: average.to(parameter.device, non_blocking=True))
-            self.param_groups = [group | {"params": part}]
+            self._move(parameter, lambda average: average.to(parameter.device, non_blocking=True))
+            self.param_groups = [group | {"params": [parameter]}]
             super().step()
-            self._move(part, to_pinned)
+            self._move(parameter, to_pinned)
         self.param_groups = [group]
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what was copied without blocking is there
 
-    def _move(self, parameters: list, copy) -> None:
+    def _move(self, parameter: torch.nn.Parameter, copy) -> None:
         """Averages stay DTensors on the mesh of their parameter; their local part changes its place."""
-        for parameter in parameters:
-            for name, average in self.state[parameter].items():
-                if name == "step":
-                    continue
-                if isinstance(average, DTensor):
-                    average._local_tensor = copy(average._local_tensor, local(parameter))
-                else:
-                    self.state[parameter][name] = copy(average, parameter)
+        for name, average in self.state[parameter].items():
+            if name != "step":
+                local = average._local_tensor if isinstance(average, DTensor) else average
+                local.data = copy(local)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def to_pinned(average: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def to_pinned(average: torch.Tensor) -> torch.Tensor:
     if average.device.type == "cpu":
         return average
     return torch.empty_like(average, device="cpu", pin_memory=True).copy_(average, non_blocking=True)

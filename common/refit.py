@@ -45,7 +45,7 @@ def hash_words(words: torch.Tensor) -> torch.Tensor:
     (several changes made to fit could cancel out). On a GPU a kernel reads them once.
     """
     if words.device.type == "cuda":
-        from common.refit_kernel import hash_on_gpu
+        from common.kernels import hash_on_gpu
 
         return hash_on_gpu(words, WEIGHT_STEP)
     total = torch.zeros((), dtype=torch.int64)

@@ -1,10 +1,13 @@
-"""Sums and gradients of logits as GPU kernels: each reads the logits once, and neither writes fp32 ones."""
+"""GPU kernels: sums and gradients of logits, and the checksum of a refit.
+
+Each reads its input once, and none writes fp32 logits.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096  # logits of a row at a time
+BLOCK = 4096  # of logits or words at a time; of words 16 a thread: more would spill registers
 
 
 @triton.jit
@@ -63,3 +66,18 @@ def logit_gradients_on_gpu(
     grid = (rows, triton.cdiv(columns, BLOCK))
     gradients_kernel[grid](logits_TV, *of_rows, columns, 1 / temperature, BLOCK, num_warps=8)
     return logits_TV
+
+
+@triton.jit
+def hash_kernel(words, total, count, step, BLOCK: tl.constexpr):
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words + position, mask=position < count, other=0).to(tl.int64)
+    tl.atomic_add(total, tl.sum(word * (position * step + 1)))
+
+
+def hash_on_gpu(words: torch.Tensor, step: int) -> torch.Tensor:
+    """The sum of word x (position x step + 1) modulo 2^64, a 0-d int64 tensor on the GPU of `words`."""
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    grid = (triton.cdiv(len(words), BLOCK),)  # where it is empty, triton launches nothing
+    hash_kernel[grid](words, total, len(words), step, BLOCK, num_warps=8)
+    return total
