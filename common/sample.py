@@ -126,20 +126,20 @@ class Rollout:
 
 
 def extend_segment(
-    segment: Segment | None, context_ids, sampled_ids, logprobs, versions, finish_reason, top_k=None,
+    segment: Segment | None, context_ids, token_ids, logprobs, versions, finish_reason, top_k=None,
     routes: np.ndarray | None = None,
 ) -> Segment:  # fmt: skip
-    """One more turn: `context_ids` (unsampled), then what the engine sampled after them. Returns a new
-    Segment. `routes` are the experts of the tokens that the engine read, or of those from some token on; a
-    token keeps those with which it was read first.
+    """One more turn: `context_ids` (unsampled), then what the engine sampled after them, the fields of a
+    `Completion`. Returns a new Segment. `routes` are the experts of the tokens that the engine read, or of
+    those from some token on; a token keeps those with which it was read first.
 
     Raises RecordError where the engine's three lists do not describe the same tokens, or a log-prob is
     missing (None); ValueError where the routes leave a gap, which is no one rollout's fault.
     """
     gap = len(context_ids)
     turn = {
-        "token_ids": [*context_ids, *sampled_ids],
-        "action_mask": [False] * gap + [True] * len(sampled_ids),
+        "token_ids": [*context_ids, *token_ids],
+        "action_mask": [False] * gap + [True] * len(token_ids),
         "logprobs": [0.0] * gap + list(logprobs),
         "versions": [-1] * gap + list(versions),
     }
