@@ -108,7 +108,9 @@ class Logger(contextlib.AbstractContextManager):
             self.rows.append(self._append("metrics.jsonl", {"step": first_step - 1}))
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.close()
+        self.live.stop()
+        for tracker in self.trackers:
+            tracker.close()
         if error is not None:
             last_line = (str(error).strip().splitlines() or ["(no message)"])[-1]
             self.console.print(f"run ended: {kind.__name__}: {last_line}", style="bold red")
@@ -120,13 +122,13 @@ class Logger(contextlib.AbstractContextManager):
         versions = {each.name: each.version for each in importlib.metadata.distributions() if each.name}
         versions["python"] = sys.version.split()[0]
         content = {"command": shlex.join(sys.orig_argv), "flags": config, "versions": versions}
-        content = json.loads(json.dumps(content, default=str))
+        text = json.dumps(content, default=str, indent=2, sort_keys=True) + "\n"
         path = self.output_dir / "config.json"
         before = _flat(json.loads(path.read_text())["flags"]) if path.exists() else {}
         partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        partial.write_text(text)
         partial.replace(path)
-        for name, value in _flat(content["flags"]).items():
+        for name, value in _flat(json.loads(text)["flags"]).items():
             if before.get(name, value) != value and name != "resume":
                 self.warn(f"--{name.replace('_', '-')} was {before[name]}, now it is {value}")
 
@@ -265,10 +267,3 @@ class Logger(contextlib.AbstractContextManager):
             if ax.get_legend_handles_labels()[0]:
                 ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False)
         figure.savefig(self.output_dir / "curve.png")
-
-    def close(self) -> None:
-        """Ends the live line and closes the trackers. A second call does nothing."""
-        self.live.stop()
-        for tracker in self.trackers:
-            tracker.close()
-        self.trackers = ()

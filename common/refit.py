@@ -28,6 +28,7 @@ WEIGHT_STEP = 0x3C6EF372FE94F82A  # of the hash; even, so that every weight is o
 # Stacked experts, by the end of their name, and what each one of them holds.
 STACKED = dict.fromkeys(("gate_up_proj", "gate_and_up_projs"), ("gate_proj", "up_proj"))
 STACKED |= dict.fromkeys(("down_proj", "down_projs"), ("down_proj",))
+Named = Iterable[tuple[str, torch.Tensor]]
 CHOICE_BIAS = "e_score_correction_bias"  # fp32 in every engine: rounded, it would choose other experts
 
 
@@ -82,9 +83,7 @@ def clean(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
-def checkpoint_tensors(
-    named_parameters: Iterable[tuple[str, torch.Tensor]],
-) -> Iterator[tuple[str, torch.Tensor]]:
+def checkpoint_tensors(named_parameters: Named) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters under the names that checkpoints (and vLLM's loaders) use: stacked experts become one per
     expert.
 
@@ -124,7 +123,7 @@ class Entry:
         return flat[: math.prod(self.shape)].view(self.shape)
 
 
-def lay_out(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> list[list[Entry]]:
+def lay_out(tensors: Named, bucket_bytes: int) -> list[list[Entry]]:
     """Packs tensors in order into buckets of at most `bucket_bytes`; a larger tensor has one of its own."""
     buckets, end = [[]], 0
     for name, tensor in tensors:
@@ -153,6 +152,9 @@ class Copy:
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
+Plan = dict[str, list[Copy]]  # by the name of the source tensor
+
+
 class CopyRecorder(TorchDispatchMode):
     """Records every `copy_` out of `source`'s storage while a loader runs."""
 
@@ -170,7 +172,7 @@ class CopyRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def learn_plan(load_weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[Copy]]:
+def learn_plan(load_weights, tensors: Named) -> Plan:
     """Loads the tensors once through the model's own loader and records what it copied where, by name."""
     plan = {}
     for name, tensor in tensors:
@@ -180,9 +182,7 @@ def learn_plan(load_weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> dic
     return plan
 
 
-def check_coverage(
-    plan: dict[str, list[Copy]], parameters: dict[str, torch.Tensor], padding: dict[str, int]
-) -> None:
+def check_coverage(plan: Plan, parameters: dict[str, torch.Tensor], padding: dict[str, int]) -> None:
     """Every element of every parameter is written exactly once, and every sent name is used.
 
     `padding` gives, for a parameter with rows that no checkpoint has, its first such row. Raises RefitError
@@ -211,7 +211,7 @@ def check_coverage(
         raise RefitError(f"not written exactly once: {', '.join(wrong)}")
 
 
-def copies_of(plan: dict[str, list[Copy]], entries: list[Entry], bucket: torch.Tensor) -> tuple:
+def copies_of(plan: Plan, entries: list[Entry], bucket: torch.Tensor) -> tuple:
     """The plan for a bucket: (engine tensors, their parts of the bucket, twins), of which the first two are
     lists of equal length. A twin is one more (engine tensor, part) of a part that went elsewhere already."""
     parameters, parts, twins = [], [], []
@@ -351,16 +351,15 @@ class Wire:
     def receive(self, sizes: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Each bucket in order. It is overwritten once the next but one is asked for."""
         buckets = [self.buffers[index % 2][:size] for index, size in enumerate(sizes)]
-        coming = {}
+        coming = []
         if self.transport == "ipc":
             self.meet()
         for index, bucket in enumerate(buckets):
             if self.transport == "ipc":
                 self.meet()
             else:
-                for ahead in range(index + len(coming), min(index + 2, len(sizes))):
-                    coming[ahead] = broadcast(self.data, buckets[ahead])
-                coming.pop(index).wait()
+                coming += [broadcast(self.data, each) for each in buckets[len(coming) : index + 2]]
+                coming[index].wait()
             yield index, bucket
 
     def finish(self) -> None:

@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 
 from common.agent import check_ids, next_context, play_agent, read_prompt, render
 from common.envs.pool import EnvError, EnvPool
-from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
+from common.sample import RecordError, Rollout, check_reward, extend_segment
 
 
 @dataclass
@@ -200,8 +200,7 @@ async def play(
     What the environment does wrong, or a broken record, makes the rollout invalid, with the reason; what the
     engine does is raised.
     """
-    segment: Segment | None = None
-    context = prompt_ids
+    segment, context = None, prompt_ids
     for turn in range(max_turns):
         ids = [*(segment.token_ids.tolist() if segment else []), *context]
         room = min(max_new_tokens, engine.max_model_len - len(ids))

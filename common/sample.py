@@ -64,10 +64,6 @@ class Segment:
     def num_actions(self) -> int:
         return int(self.action_mask.sum())
 
-    @property
-    def truncated(self) -> bool:
-        return self.finish_reason == "length"
-
 
 @dataclass
 class Rollout:
@@ -110,7 +106,8 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        return bool(self.segments) and self.segments[-1].truncated
+        """Whether a limit ended its last turn."""
+        return bool(self.segments) and self.segments[-1].finish_reason == "length"
 
     def lags(self, version: int) -> np.ndarray:
         """How many versions each sampled token is behind `version`, [num_actions].
