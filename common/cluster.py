@@ -202,8 +202,7 @@ class Run(contextlib.AbstractContextManager):
         return ray.get(refs)
 
     def _ping(self, but=()) -> dict[ray.ObjectRef, str]:
-        actors = {name: handle for name, handle in self.actors.items() if name not in but}
-        return {handle.__ray_ready__.remote(): name for name, handle in actors.items()}
+        return {self.actors[name].__ray_ready__.remote(): name for name in self.actors if name not in but}
 
     def _queue_state(self) -> str:
         try:

@@ -49,7 +49,7 @@ def gradients_kernel(
     tl.store(place, (gradient * scale).to(logits.dtype.element_ty), mask=inside)
 
 
-def logit_sums_on_gpu(logits_TV: torch.Tensor, targets_T: torch.Tensor, temperature: float) -> torch.Tensor:
+def sums_on_gpu(logits_TV: torch.Tensor, targets_T: torch.Tensor, temperature: float) -> torch.Tensor:
     """`logit_sums` of contiguous logits."""
     rows, columns = logits_TV.shape
     sums = torch.empty(4, rows, device=logits_TV.device)
@@ -57,9 +57,7 @@ def logit_sums_on_gpu(logits_TV: torch.Tensor, targets_T: torch.Tensor, temperat
     return sums
 
 
-def logit_gradients_on_gpu(
-    logits_TV, targets_T, log_z_T, entropy_T, grad_T, entropy_grad_T, temperature: float
-) -> torch.Tensor:
+def gradients_on_gpu(logits_TV, targets_T, log_z_T, entropy_T, grad_T, entropy_grad_T, temperature: float):
     """`logit_gradients_` of contiguous logits."""
     rows, columns = logits_TV.shape
     of_rows = [x.contiguous() for x in (targets_T, log_z_T, entropy_T, grad_T, entropy_grad_T)]

@@ -309,8 +309,7 @@ class Wire:
 
     def allocate(self, sizes: list[int]) -> None:
         """A sender's two buffers, and what a receiver on the same GPU needs to map them."""
-        count = min(2, len(sizes))
-        self.buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=self.device) for _ in range(count)]
+        self.buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=self.device) for _ in sizes[:2]]
         if self.transport == "ipc":
             handles = [buffer.untyped_storage()._share_cuda_() for buffer in self.buffers]
             plain = [[p.hex() if isinstance(p, bytes) else p for p in handle] for handle in handles]

@@ -130,12 +130,10 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         if self.reloading:
             self._finish_reload()
-            wrong = ", ".join(entry.name for entry in self.readable if not self._holds(entry))
+            wrong = ", ".join(entry.name for entry in self.checked if not self._holds(entry))
             if wrong:
                 raise RefitError(f"checksum of {wrong}: the engine holds other bits than were sent")
-        tensors = sum(map(len, self.members))
-        checked = tensors if self.mode == "plan" else len(self.readable)
-        self.report |= {"checked_tensors": checked, "tensors": tensors}
+        self.report |= {"checked_tensors": len(self.checked), "tensors": sum(map(len, self.members))}
         self.poisoned = False
 
     def _finish_reload(self) -> None:
@@ -177,12 +175,13 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         }
         refit.check_coverage(self.plan, parameters, padding)
         self.mode = "reload" if self._changed(before) else "plan"
+        self.checked = [entry for members in self.members for entry in members]
         if self.mode == "reload":
             initialize_layerwise_reload(self.model)
             self._receive(self._reload)
             self._finish_reload()
             live = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
-            self.readable = [e for members in self.members for e in members if self._is_readable(e, live)]
+            self.checked = [entry for entry in self.checked if self._is_readable(entry, live)]
         else:
             self._receive(self._place)
         if changed := self._changed(before):

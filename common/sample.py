@@ -117,8 +117,7 @@ class Rollout:
         parts = [segment.versions[segment.action_mask] for segment in self.segments]
         versions = np.concatenate([np.zeros(0, np.int32), *parts])
         if (versions > version).any():
-            newest = f"newest is {version}"
-            raise RecordError(f"{self.rollout_id}: sampled by version {versions.max()}, {newest}")
+            raise RecordError(f"{self.rollout_id}: sampled by version {versions.max()}, newest is {version}")
         return version - versions
 
 
