@@ -35,15 +35,13 @@ def sums_kernel(logits, targets, sums, rows, columns, scale, BLOCK: tl.constexpr
 
 
 @triton.jit
-def gradients_kernel(
-    logits, targets, log_z, entropy, grad, entropy_grad, columns, scale, BLOCK: tl.constexpr
-):
+def gradients_kernel(logits, targets, log_z, entropy, grad, grad_h, columns, scale, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     place = logits + row * columns + column
     logprob = tl.load(place, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(log_z + row)
-    g, h = tl.load(grad + row), tl.load(entropy_grad + row)
+    g, h = tl.load(grad + row), tl.load(grad_h + row)  # of the log-prob and of the entropy
     gradient = -tl.exp(logprob) * (g + h * (logprob + tl.load(entropy + row)))
     gradient += tl.where(column == tl.load(targets + row), g, 0.0)
     tl.store(place, (gradient * scale).to(logits.dtype.element_ty), mask=inside)

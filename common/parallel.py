@@ -83,10 +83,9 @@ def build_model(
     flags, on_gpu = flags or ParallelFlags(), device.type == "cuda"
     compute = getattr(torch, dtype) if on_gpu else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    sharding = {"mp_policy": policy, "reshard_after_forward": flags.zero == 3}
     setup = DistributedSetup.build(
-        strategy=FSDP2Config(
-            mp_policy=policy, enable_compile=flags.compile, reshard_after_forward=flags.zero == 3
-        ),
+        strategy=FSDP2Config(**sharding, enable_compile=flags.compile),
         parallelism_sizes=ParallelismSizes(tp_size=flags.trainer_tp, ep_size=flags.trainer_ep),
         activation_checkpointing=flags.activation_checkpointing,
         world_size=dist.get_world_size(),
@@ -102,7 +101,7 @@ def build_model(
     if on_gpu and dist.get_world_size() == 1:  # AutoModel leaves a single rank as it is, in fp32
         layers = model.model.layers
         for layer in layers.values() if isinstance(layers, torch.nn.ModuleDict) else layers:
-            fully_shard(layer, mp_policy=policy, reshard_after_forward=flags.zero == 3)
+            fully_shard(layer, **sharding)
         fully_shard(model, mp_policy=policy)
     if flags.packing == "on":
         use_packed_attention(model)

@@ -276,10 +276,7 @@ class Wire:
     Every wait ends at `timeout_s` with RefitError or RuntimeError, also when a peer is gone.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, num_trainers: int, num_workers: int, device: torch.device,
-        timeout_s: float,
-    ):  # fmt: skip
+    def __init__(self, store, rank: int, num_trainers: int, num_workers: int, device, timeout_s: float):
         self.rank, self.device, self.timeout_s = rank, device, timeout_s
         self.store, self.buffers = dist.PrefixStore("refit", store), []
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
