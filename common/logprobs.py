@@ -93,8 +93,7 @@ class LinearLogprobs(torch.autograd.Function):
     @once_differentiable  # it works in place
     def backward(ctx, grad_T, entropy_grad_T):
         hidden_TH, weight_VH, bias_V, targets_T, log_z_T, entropy_T = ctx.saved_tensors
-        hidden_grad_TH, weight_grad_VH = torch.empty_like(hidden_TH), None
-        bias_grad_V = None if bias_V is None else 0.0
+        hidden_grad_TH, weight_grad_VH, bias_grad_V = torch.empty_like(hidden_TH), None, None
         for number, c in reversed(list(enumerate(ctx.chunks))):
             logits_TV = ctx.kept.pop(number, None)
             if logits_TV is None:
@@ -104,7 +103,8 @@ class LinearLogprobs(torch.autograd.Function):
             hidden_grad_TH[c] = gradient_TV @ weight_VH
             weight_grad_VH = add_product(weight_grad_VH, gradient_TV.T, hidden_TH[c])
             if bias_V is not None:
-                bias_grad_V = bias_grad_V + gradient_TV.sum(0, dtype=weight_grad_VH.dtype)
+                part_V = gradient_TV.sum(0, dtype=weight_grad_VH.dtype)
+                bias_grad_V = part_V if bias_grad_V is None else bias_grad_V + part_V
             del logits_TV, gradient_TV
         return hidden_grad_TH, weight_grad_VH, bias_grad_V, None, None, None, None, None
 
