@@ -61,10 +61,8 @@ def join_world(rank: int, world_size: int, store: dist.Store, device: torch.devi
     """The trainer's own process group. Raises at the deadline if a rank does not come."""
     torch.set_num_threads(1 if device.type == "cpu" else torch.get_num_threads())
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-    )
+    backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def build_model(
@@ -181,10 +179,8 @@ def clip_gradients(model: torch.nn.Module, max_norm: float, flags: ParallelFlags
     from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
 
     synchronize_tp_replica_gradients([model], model.mesh.device_mesh)
-    norm = scale_grads_and_clip_grad_norm(
-        max_norm, [model], device_mesh=model.mesh.device_mesh, moe_mesh=model.mesh.moe_mesh,
-        ep_axis_name="ep", dp_group_size=flags.data_ranks,
-    )  # fmt: skip
+    meshes = {"device_mesh": model.mesh.device_mesh, "moe_mesh": model.mesh.moe_mesh, "ep_axis_name": "ep"}
+    norm = scale_grads_and_clip_grad_norm(max_norm, [model], **meshes, dp_group_size=flags.data_ranks)
     return float(norm)
 
 

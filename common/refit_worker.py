@@ -165,15 +165,12 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
     def _gate(self) -> None:
         """Loads the engine's own weights again, twice: learning the plan, then by the plan or else by the
         reload. No bit may change."""
-        parameters = dict(self.model.named_parameters())
         before = self._state_checksums()
         self._receive(self._learn)
-        padding = {
-            f"{name}.weight": module.shard_indices.num_org_elements
-            for name, module in self.model.named_modules()
-            if isinstance(module, VocabParallelEmbedding)
-        }
-        refit.check_coverage(self.plan, parameters, padding)
+        modules = self.model.named_modules()
+        padded = [(name, module) for name, module in modules if isinstance(module, VocabParallelEmbedding)]
+        padding = {f"{name}.weight": module.shard_indices.num_org_elements for name, module in padded}
+        refit.check_coverage(self.plan, dict(self.model.named_parameters()), padding)
         self.mode = "reload" if self._changed(before) else "plan"
         self.checked = [entry for members in self.members for entry in members]
         if self.mode == "reload":
