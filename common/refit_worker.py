@@ -130,7 +130,7 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         if self.reloading:
             self._finish_reload()
-            wrong = ", ".join(entry.name for entry in self.checked if not self._holds(entry))
+            wrong = next((entry.name for entry in self.checked if not self._holds(entry)), None)
             if wrong:
                 raise RefitError(f"checksum of {wrong}: the engine holds other bits than were sent")
         self.report |= {"checked_tensors": len(self.checked), "tensors": sum(map(len, self.members))}
