@@ -187,13 +187,17 @@ def check_ranks(num_trainers: int, trainer_tp: int, rollouts_per_minibatch: int)
 
 
 def check_parallel(flags) -> None:
-    """Refuses splits that do not come out even."""
+    """Refuses splits that do not come out even, and what needs a package that is not there."""
     for flag, size in (("--trainer-tp", flags.trainer_tp), ("--trainer-ep", flags.trainer_ep)):
         if flags.num_trainers % size:
             why = f"does not divide --num-trainers {flags.num_trainers}"
             raise FlagError(f"{flag} {size}: {why}; use a divisor of it")
     if flags.trainer_tp > 1 and flags.trainer_ep > 1:
         raise FlagError("--trainer-tp and --trainer-ep: both above 1 are not supported; use one of them")
+    if flags.optimizer == "muon" and importlib.util.find_spec("dion") is None:
+        raise FlagError("--optimizer muon: needs the package dion; install it, or use adamw")
+    if flags.optimizer == "muon" and flags.offload_optimizer:
+        raise FlagError("--optimizer muon --offload-optimizer: offloading is AdamW's; use one of them")
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a mixture of experts

@@ -50,6 +50,8 @@ class ParallelFlags:
     """Does not train the routers of a mixture of experts."""
     fp32_router: bool = False
     """On GPUs, computes the routers of a mixture of experts in fp32 instead of the dtype of the weights."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon needs the package dion."""
 
     @property
     def data_ranks(self) -> int:
@@ -187,8 +189,15 @@ def clip_gradients(model: torch.nn.Module, max_norm: float, flags: ParallelFlags
 # --- The optimizer
 
 
-def make_optimizer(model: torch.nn.Module, weight_decay: float, flags: ParallelFlags) -> torch.optim.AdamW:
-    """AdamW, fused on a GPU, its averages offloaded if so asked. The learning rate is set later."""
+def make_optimizer(
+    model: torch.nn.Module, weight_decay: float, flags: ParallelFlags
+) -> torch.optim.Optimizer:
+    """AdamW (fused on a GPU, its averages offloaded if so asked), or Muon. The learning rate is set later."""
+    if flags.optimizer == "muon":
+        from nemo_automodel.components.optim.optimizer import MuonConfig
+
+        muon = MuonConfig(lr=0.0, weight_decay=weight_decay)
+        return muon.build(model, device_mesh=model.mesh.device_mesh)[0]
     kind = OffloadedAdamW if flags.offload_optimizer else torch.optim.AdamW
     fused = next(model.parameters()).device.type == "cuda"
     return kind(model.parameters(), lr=0.0, weight_decay=weight_decay, fused=fused)

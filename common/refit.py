@@ -113,14 +113,20 @@ class Entry:
     offset: int  # bytes from the start of its bucket
 
     @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+    @property
     def end(self) -> int:
         """Where the next one begins; of the last one, the size of the bucket."""
-        nbytes = math.prod(self.shape) * getattr(torch, self.dtype).itemsize
-        return self.offset + math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
+        return self.offset + math.ceil(self.nbytes / ALIGNMENT) * ALIGNMENT
 
     def view(self, bucket: torch.Tensor) -> torch.Tensor:
-        flat = bucket[self.offset : self.end].view(getattr(torch, self.dtype))
-        return flat[: math.prod(self.shape)].view(self.shape)
+        flat = bucket[self.offset : self.offset + self.nbytes]
+        return flat.view(getattr(torch, self.dtype)).view(self.shape)
+
+    def gap(self, bucket: torch.Tensor) -> torch.Tensor:
+        return bucket[self.offset + self.nbytes : self.end]
 
 
 def lay_out(tensors: Named, bucket_bytes: int) -> list[list[Entry]]:
@@ -388,7 +394,7 @@ class WeightSender:
     def __init__(self, model: torch.nn.Module, rank: int, dtype: str, timeout_s: float):
         self.model, self.rank, self.timeout_s = model, rank, timeout_s
         self.dtype, self.wire, self.buckets, self.sizes = getattr(torch, dtype), None, [], []
-        self.views: dict[int, list[torch.Tensor]] = {}  # of the tensors, by bucket
+        self.views: dict[int, tuple] = {}  # of the tensors, and of the gaps between them, by bucket
         self.last: list[int] = []  # the checksums of the payload before
 
     def join(self, store: dist.Store, num_trainers: int, num_workers: int) -> None:
@@ -423,9 +429,13 @@ class WeightSender:
 
         def pack(index: int, bucket: torch.Tensor) -> None:
             if index not in self.views:
-                self.views[index] = [entry.view(bucket) for entry in self.buckets[index]]
-            bucket.zero_()  # gaps between tensors are hashed too
-            torch._foreach_copy_(self.views[index], [next(gathered)[1] for _ in self.views[index]])
+                members = self.buckets[index]
+                gaps = [gap for entry in members if len(gap := entry.gap(bucket))]
+                self.views[index] = [entry.view(bucket) for entry in members], gaps
+            views, gaps = self.views[index]
+            torch._foreach_copy_(views, [next(gathered)[1] for _ in views])
+            if gaps:
+                torch._foreach_zero_(gaps)  # they are hashed too
             hashes.append(hash_words(bucket.view(torch.int32)))
 
         if not self.wire.member:

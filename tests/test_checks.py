@@ -305,6 +305,7 @@ def test_tyro_suggests_the_nearest_flag_and_exits_with_2(capsys):
             {"num_trainers": 2, "trainer_tp": 2, "trainer_ep": 2},
             ["--trainer-tp", "--trainer-ep", "one of them"],
         ),
+        ({"optimizer": "muon"}, ["--optimizer muon", "dion", "adamw"]),
     ],
 )
 def test_a_trainer_that_cannot_be_spread_so_is_refused(flags, parts):
