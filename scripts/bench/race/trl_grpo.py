@@ -65,10 +65,10 @@ class Rows(TrainerCallback):
             self.row["eval/mean"] = self.evaluate()
 
     def on_log(self, args, state, control, logs, **_):
-        if "reward" not in logs:  # the summary after the last step
+        if "learning_rate" not in logs:  # the summary after the last step
             return
         keys = {"reward": "reward/mean", "completions/mean_length": "rollout/len_mean", "learning_rate": "lr"}
-        self.row |= {name: logs[key] for key, name in keys.items()}
+        self.row |= {name: logs[key] for key, name in keys.items() if key in logs}
         if state.global_step == state.max_steps:
             self.row["eval_end/mean"] = self.evaluate()
         self.file.write(json.dumps(self.row) + "\n")
