@@ -204,7 +204,11 @@ def run(job: str, contender: str, seed: int, args) -> dict:
     """One run from its start to its end, measured."""
     folder = Path(tempfile.mkdtemp(prefix=f"{contender}-", dir=FOLDER))
     kind, told = contender.split("-")[0], JOBS[job]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     if kind == "trl":
         environment |= {"OMP_NUM_THREADS": str(args.trl_threads), "OMP_WAIT_POLICY": "PASSIVE"}
         if args.trl_pythonpath:
@@ -238,7 +242,9 @@ def measure(start_s: float, rows: list[tuple[float, dict]], told: dict) -> dict:
     """Rates, times and scores of a run from the seconds since its launch at which its rows were seen."""
     per_step, seconds, points = told["prompts"] * told["group_size"], [at for at, _ in rows], []
     for at, row in rows:
-        points += [(round(at, 2), row["step"], v) for k, v in row.items() if re.fullmatch(r"eval/(\w+/)?mean", k)]
+        points += [
+            (round(at, 2), row["step"], v) for k, v in row.items() if re.fullmatch(r"eval/(\w+/)?mean", k)
+        ]
     final = next(v for k, v in rows[-1][1].items() if re.fullmatch(r"eval_end/(\w+/)?mean", k))
     points.append((round(seconds[-1], 2), len(rows), final))
     hit = next((at for at, _, score in points if score >= told["threshold"]), None)
@@ -279,7 +285,13 @@ def race(args) -> None:
                     continue
                 path.write_text(json.dumps(found, indent=1) + "\n")
                 shown = ("start_s", "samples_per_s", "threshold_s", "total_s", "reward", "score", "load")
-                print(job, contender, seed, {key: found[key] and round(found[key], 2) for key in shown}, flush=True)
+                print(
+                    job,
+                    contender,
+                    seed,
+                    {key: found[key] and round(found[key], 2) for key in shown},
+                    flush=True,
+                )
 
 
 # --- What a user reads
@@ -341,7 +353,9 @@ def spread(values: list) -> str:
 
 
 def group(results: list[dict], job: str) -> dict[str, list[dict]]:
-    names = [name for name in SETTINGS[job] if any((r["job"], r["contender"]) == (job, name) for r in results)]
+    names = [
+        name for name in SETTINGS[job] if any((r["job"], r["contender"]) == (job, name) for r in results)
+    ]
     return {n: [r for r in results if (r["job"], r["contender"]) == (job, n)] for n in names}
 
 
@@ -365,14 +379,20 @@ def tables(record: dict) -> str:
             continue
         memory = list(next(iter(runs.values()))[0]["memory"])
         heads = ["contender", *COLUMNS, *(f"peak {key.removesuffix('_gb')}, GB" for key in memory)]
-        parts += [f"**{job}** (threshold {JOBS[job]['threshold']})\n", "| " + " | ".join(map(str.strip, heads)) + " |"]
+        parts += [
+            f"**{job}** (threshold {JOBS[job]['threshold']})\n",
+            "| " + " | ".join(map(str.strip, heads)) + " |",
+        ]
         parts += ["|" + "---|" * len(heads)]
         for name, found in runs.items():
             cells = [spread([r[key] for r in found]) for key in COLUMNS.values()]
             cells += [spread([r["memory"][key] for r in found]) for key in memory]
             parts.append("| " + " | ".join([name, *cells]) + " |")
         parts.append("\n" + verdict(runs) + "\n")
-    parts += ["| | the algorithm's file | its code lines | with what it imports of its own package |", "|---|---|---|---|"]
+    parts += [
+        "| | the algorithm's file | its code lines | with what it imports of its own package |",
+        "|---|---|---|---|",
+    ]
     for name, found in record["reading"].items():
         whole = f"{found['all_lines']:,} lines in {found['files']} files"
         parts.append(f"| {name} | `{found['file']}` | {found['lines']:,} | {whole} |")
@@ -390,7 +410,10 @@ def verdict(runs: dict[str, list[dict]]) -> str:
     if "instar" not in whole or not peers:
         return text + "; not all runs reached the threshold."
     first = min(peers, key=whole.get)
-    return text + f", and takes {whole['instar'] / whole[first]:.2f} x the time to the threshold of the first ({first})."
+    return (
+        text
+        + f", and takes {whole['instar'] / whole[first]:.2f} x the time to the threshold of the first ({first})."
+    )
 
 
 def report(args) -> None:
@@ -417,7 +440,14 @@ def draw(record: dict) -> None:
         for number, (name, found) in enumerate(group(record["runs"], job).items()):
             for place, each in enumerate(found):
                 seconds, _, scores = zip(*each["points"])
-                axis.plot(seconds, scores, marker="o", markersize=3, color=f"C{number}", label=None if place else name)
+                axis.plot(
+                    seconds,
+                    scores,
+                    marker="o",
+                    markersize=3,
+                    color=f"C{number}",
+                    label=None if place else name,
+                )
         axis.axhline(JOBS[job]["threshold"], color="0.7", linewidth=0.8)
         axis.set(title=job, xlabel="seconds since the launch", ylabel="greedy score, 128 held-out tasks")
         axis.set_ylim(-0.03, 1.03)
