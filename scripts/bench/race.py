@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench" / "race")]
 FOLDER = ROOT / "runs" / "race"
 TASKS = "scripts/bench/race/tasks.py"
 
-# P prompts x G answers a step; lr: warm-up, then linear to 0; threshold: of the greedy score, 128 held-out tasks
+# P prompts x G answers a step; lr: warm-up, then linear to 0; threshold: of the greedy score, held-out tasks
 JOBS = {
     "tiny even": dict(
         env="reverse", prompts=16, group_size=8, max_new_tokens=16, lr=1e-3, lr_warmup_steps=10,
@@ -267,6 +267,7 @@ def measure(start_s: float, rows: list[tuple[float, dict]], told: dict) -> dict:
 
 def race(args) -> None:
     """All runs, contenders in turns."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the contender that runs ends with this
     args.results.mkdir(parents=True, exist_ok=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
@@ -412,7 +413,7 @@ def verdict(runs: dict[str, list[dict]]) -> str:
     first = min(peers, key=whole.get)
     return (
         text
-        + f", and takes {whole['instar'] / whole[first]:.2f} x the time to the threshold of the first ({first})."
+        + f", and {whole['instar'] / whole[first]:.2f} x the seconds to the threshold of the first ({first})."
     )
 
 
@@ -425,7 +426,10 @@ def report(args) -> None:
     record["reading"] |= reading()
     record_path.write_text(json.dumps(record, indent=1) + "\n")
     draw(record)
-    print(tables(record))
+    page, shown = ROOT / "docs" / "race.md", tables(record)
+    head, rest = page.read_text().split("<!-- tables -->\n")
+    page.write_text(f"{head}<!-- tables -->\n{shown}<!-- /tables -->{rest.split('<!-- /tables -->')[1]}")
+    print(shown)
 
 
 def draw(record: dict) -> None:

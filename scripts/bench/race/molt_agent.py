@@ -1,4 +1,4 @@
-"""The environment of scripts/bench/race.py as Molt wants it: `--train.agent_path`. Runs in Molt's environment.
+"""The environment of scripts/bench/race.py as Molt wants it, its `--train.agent_path`.
 
 The rewards are those of the environment's own `step`, as for the other contenders.
 """
