@@ -32,7 +32,7 @@ from scripts.examples.python_tool import PythonEnv
 FOLDER, KINDS, ROLLOUTS, SHARE = ROOT / "runs" / "tool_learns", ("PythonEnv", "PythonAgent"), 64, 1 / 7
 SFT = {
     "tiny": "--model tiny --max-steps 600 --batch-size 64 --eval-every 200 --lr 2e-3",
-    "smollm2": "--model smollm2 --max-steps 60 --batch-size 32 --eval-every 60 --lr 1e-4",
+    "smollm2": "--model smollm2 --max-steps 40 --batch-size 32 --eval-every 40 --lr 1e-4",
 }
 FLAGS = "--max-steps 60 --eval-every 20 --max-model-len 256 --lr-end-ratio 0.3"
 RATES = {"tiny": "4e-4", "smollm2": "1e-5"}
