@@ -215,9 +215,8 @@ def explained_variance(returns_N: torch.Tensor, values_N: torch.Tensor) -> tuple
     1: foreseen but for a constant; 0: no better than a constant.
     """
     returns_N = returns_N.double()
-    variance, size = returns_N.var(correction=0), returns_N.square().mean()
-    explained = 1 - (returns_N - values_N).var(correction=0) / variance
-    return (float(explained), 1) if variance > 1e-12 * size else (0.0, 0)
+    variance, rest = returns_N.var(correction=0), (returns_N - values_N).var(correction=0)
+    return (float(1 - rest / variance), 1) if variance > 1e-12 * returns_N.square().mean() else (0.0, 0)
 
 
 # --- Loss
@@ -767,6 +766,7 @@ def main(args: Args) -> None:
 
             # what this step trains
             batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            row["time/straggler_wait"] = run.get(run.queue.straggler_wait.remote())
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             clock.lap("time/trainer_wait")
             dump_rollouts(args.debug.dump_rollouts, step, rollouts)

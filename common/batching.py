@@ -79,9 +79,9 @@ def balanced_groups(rows: list[dict], num_ranks: int, limit: int) -> list[list[d
 
 def to_device(batch: dict, device: torch.device) -> dict:
     """As tensors. The lengths stay on the CPU: what is packed where is decided there."""
-    rest, cpu = dict(batch), torch.device("cpu")
-    images = {"images": to_device(rest.pop("images"), device)} if "images" in batch else {}
-    return {k: torch.tensor(v, device=cpu if k == "lengths" else device) for k, v in rest.items()} | images
+    images = {"images": to_device(batch["images"], device)} if "images" in batch else {}
+    rest = {k: v for k, v in batch.items() if k != "images"}
+    return {k: torch.tensor(v, device="cpu" if k == "lengths" else device) for k, v in rest.items()} | images
 
 
 def collate(rows: list[dict]) -> dict:
