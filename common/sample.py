@@ -130,9 +130,9 @@ def extend_segment(
     routes: np.ndarray | None = None, pictures=(),
 ) -> Segment:  # fmt: skip
     """One more turn: `context_ids` (unsampled), then what the engine sampled after them, the fields of a
-    `Completion`. Returns a new Segment. `pictures` are all that it holds then. `routes` are the experts of the
-    tokens that the engine read, or of those from some token on; a token keeps those with which it was read
-    first.
+    `Completion`. Returns a new Segment. `pictures` are all that it holds then. `routes` are the experts of
+    the tokens that the engine read, or of those from some token on; a token keeps those with which it was
+    read first.
 
     Raises RecordError where the engine's three lists do not describe the same tokens, or a log-prob is
     missing (None); ValueError where the routes leave a gap, which is no one rollout's fault.
