@@ -33,6 +33,11 @@ Several turns, `async`, and token ids in place of text:
             hint = "higher" if action.strip().isdigit() and int(action) < self.number else "lower"
             return Step(reward=-0.1, observation=self.tokenizer.encode(f"\n{hint}\n> "))
 
+Ids reach the engine and the trainer as they are. A prompt of ids is the whole context of the first turn, and
+an observation of ids is everything between two turns: the chat template plays no part any more, so that from
+the first ids on all observations are ids. What the policy sampled, with its end-of-turn token if it got that
+far, is in `action_ids`.
+
 Images, for a model that takes them, are parts of a message's content (`common.envs.image_part`), also in
 mid-episode:
 
@@ -42,11 +47,6 @@ mid-episode:
 
         def step(self, action):
             return Step(reward=0.0, observation=[image_part(self.zoomed), {"type": "text", "text": "Now?"}])
-
-Ids reach the engine and the trainer as they are. A prompt of ids is the whole context of the first turn, and
-an observation of ids is everything between two turns: the chat template plays no part any more, so that from
-the first ids on all observations are ids. What the policy sampled, with its end-of-turn token if it got that
-far, is in `action_ids`.
 """
 
 from abc import ABC, abstractmethod
