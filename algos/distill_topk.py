@@ -29,7 +29,7 @@ Many nodes: RAY_ADDRESS=auto python -m algos.distill_topk ... (on the head of a 
 
 Edit here: loss and weight -> teacher_loss | the teacher's tokens -> TopLogprobHead, Trainer.look_ahead
            sampling, filtering -> RolloutWorker.produce_group | optimizer, epochs -> Trainer.train_step
-           what is trained when, order of the refit -> main
+           what is trained when, order of the refit, a metric (a key of row) -> main
 """
 
 import asyncio

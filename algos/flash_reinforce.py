@@ -31,7 +31,7 @@ One GPU:    python -m algos.flash_reinforce --model smollm2 --env jsonl:data.jso
 Many nodes: RAY_ADDRESS=auto python -m algos.flash_reinforce ... (on the head of a running Ray cluster)
 
 Edit here: advantage -> batch_advantages | loss -> policy_loss | rejection -> bernoulli_kl, gate
-           sampling -> RolloutWorker.produce_group | optimizer -> Trainer.train_step | order -> main
+           sampling -> RolloutWorker.produce_group | optimizer -> Trainer.train_step | order, a metric -> main
 """
 
 import asyncio
@@ -356,7 +356,8 @@ class Trainer:
         return describe(self.model)
 
     def logprobs(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
+        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1. Both
+        have gradients."""
         ids_BT, rest = batch["token_ids"].long(), (batch.get("routed_experts"), batch.get("images"))
         inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, *rest)
         return self.head(self.model, *inputs)

@@ -32,7 +32,7 @@ One GPU:    python -m algos.ppo --model smollm2 --env jsonl:data.jsonl
 Many nodes: RAY_ADDRESS=auto python -m algos.ppo ... (on the head of a running Ray cluster)
 
 Edit here: reward of a token -> turn_rewards | advantage -> gae, whiten | losses -> policy_loss, value_loss
-           critic -> common/critic.py | optimizers, epochs -> Trainer.train_step | order of the refit -> main
+           critic -> common/critic.py | optimizers, epochs -> Trainer.train_step | the loop, a metric -> main
 """
 
 import asyncio
@@ -442,7 +442,8 @@ class Trainer:
         return describe(self.model)
 
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
+        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1. Both
+        have gradients."""
         ids_BT, rest = batch["token_ids"].long(), (batch.get("routed_experts"), batch.get("images"))
         return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, *rest)
 

@@ -30,7 +30,7 @@ Many nodes: RAY_ADDRESS=auto python -m algos.score_centering ... (on the head of
 
 Edit here: advantage -> group_advantages | loss -> centered_loss | f -> truncated_ratio
            sampling, filtering -> RolloutWorker.produce_group | optimizer -> Trainer.train_step
-           what is trained when, order of the refit -> main
+           what is trained when, order of the refit, a metric (a key of row) -> main
 """
 
 import asyncio
