@@ -81,7 +81,7 @@ def start(kind: str, model: str) -> str:
     data = FOLDER / f"demonstrations-{kind}.jsonl"
     data.write_text("\n".join(lines) + "\n")
     folder = run("sft", FOLDER / f"start-{kind}{SUFFIX[model]}", [*SFT[model].split(), "--data", str(data)])
-    return json.loads((folder / "summary.json").read_text())["checkpoint"]
+    return str(max((folder / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime))
 
 
 def curve(algorithm: str, kind: str, seed: int, model: str) -> dict:
