@@ -67,7 +67,7 @@ def start(num_actors: int, output_dir: str, grace_s: float = 0.0) -> None:
     context = ray.init(runtime_env={"env_vars": env}, **quiet, **local)
     link = Path(output_dir, "logs")
     link.unlink(missing_ok=True)
-    link.symlink_to(Path(context.address_info["session_dir"], "logs"))
+    link.symlink_to(Path(context.address_info["session_dir"], "logs"))  # ty: ignore[missing-attribute]
 
     def on_signal(number: int, frame) -> None:
         signals.append(number)
