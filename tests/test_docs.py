@@ -167,6 +167,33 @@ def test_links_lead_somewhere(page):
     assert broken_links(page, page.read_text()) == []
 
 
+NAMED = re.compile(r"`((?:algos|common|scripts|tests|docs|docker)/[\w./-]*\w)(?::([\w.]+)| [^`]*)?`")
+
+
+def missing_names(text: str) -> list[str]:
+    """Files in backticks that are not there, and `name` in `file.py` or `file.py:name` where it has no such."""
+    wrong = [path for path, _ in NAMED.findall(text) if not (ROOT / path).exists()]
+    inside = re.findall(r"`(\w+)` in `([\w/]+\.py)`", text)
+    inside += [(name, path) for path, name in NAMED.findall(text)]
+    for name, path in inside:
+        if name[:1].isalpha() and path.endswith(".py") and (ROOT / path).is_file():  # not an environment's
+            known = symbols((ROOT / path).read_text())
+            wrong += [f"{path}:{name}"] if name not in known else []
+    return wrong
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_in_backticks_are_there(page):
+    assert missing_names(page.read_text()) == []
+
+
+def test_the_checker_of_backticks_itself():
+    text = "`main` in `algos/grpo.py`, `algos/grpo.py:Trainer.train_step`, `scripts/test.sh -k x`, `tests/faults`"
+    assert missing_names(text) == []
+    text = "`gone` in `algos/grpo.py`, `algos/grpo.py:Trainer.gone`, `scripts/gone.sh -k x`"
+    assert missing_names(text) == ["scripts/gone.sh", "algos/grpo.py:gone", "algos/grpo.py:Trainer.gone"]
+
+
 def test_the_link_checker_itself():
     text = (
         "[a](algos/grpo.py#main) [b](algos/grpo.py#Trainer.train_step) [c](README.md#two-commands) [d](docs)"
