@@ -8,6 +8,7 @@ cached in `.cache/instar` under the repository root, or in the folder that the v
 import functools
 import hashlib
 import inspect
+import logging
 import os
 import re
 import sys
@@ -95,6 +96,8 @@ def cached(name: str, sources: list, build: Callable[[Path], None]) -> str:
     if final.is_dir():
         return str(final)
     print(f"making the model {name} (once, in {final})", file=sys.stderr, flush=True)
+    for noisy in ("torchao", "torch.utils._pytree"):  # imported on the way; nothing of it is about this model
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{name}-building-", dir=cache) as scratch:
         built = Path(scratch) / "model"
@@ -206,7 +209,9 @@ def save(model, tokenizer, directory) -> str:
     """Write a model and its tokenizer as Hugging Face and vLLM read them: greedy by default, ending at
     EOS."""
     from transformers import GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
