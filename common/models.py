@@ -95,7 +95,10 @@ def cached(name: str, sources: list, build: Callable[[Path], None]) -> str:
     final = cache / f"{name}-{hashlib.sha256(code.encode()).hexdigest()[:10]}"
     if final.is_dir():
         return str(final)
+    from transformers.utils.logging import disable_progress_bar
+
     print(f"making the model {name} (once, in {final})", file=sys.stderr, flush=True)
+    disable_progress_bar()
     for noisy in ("torchao", "torch.utils._pytree"):  # imported on the way; nothing of it is about this model
         logging.getLogger(noisy).setLevel(logging.ERROR)
     cache.mkdir(parents=True, exist_ok=True)
@@ -209,9 +212,7 @@ def save(model, tokenizer, directory) -> str:
     """Write a model and its tokenizer as Hugging Face and vLLM read them: greedy by default, ending at
     EOS."""
     from transformers import GenerationConfig
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -239,18 +239,19 @@ def test_an_asynchronous_run_in_ticket_order_overlaps_and_trains_the_same_again_
     assert prompts_by_step(again)[:5] == steps[:5]
 
 
-@pytest.mark.parametrize(
-    "title, name",
-    [("VLLM::EngineCore", "engine"), ("ray::RolloutWorker", "engine"), ("ray::Trainer", "trainer")],
-)
-def test_a_killed_process_ends_the_run_at_once_and_its_last_line_names_it(drive, title, name):
-    run = drive("algos.grpo", "--model", "tiny", "--env", "reverse", "--max-steps", "1000")
-    run.wait_for_rows(3)
-    run.kill_one(title)
-    assert run.wait_for_end(TOLD_WITHIN_S) == 1
-    print(run.output())
-    assert name in run.output().splitlines()[-1]
-    assert f"run ended: RunError: {name}" in run.output()
+def test_a_killed_process_ends_the_run_at_once_and_its_last_line_names_it(drive):
+    killed = {"VLLM::EngineCore": "engine", "ray::RolloutWorker": "engine", "ray::Trainer": "trainer"}
+    runs = {
+        title: drive("algos.grpo", *"--model tiny --env reverse --max-steps 100000".split())
+        for title in killed
+    }
+    for title, name in killed.items():  # the three of them start at the same time
+        runs[title].wait_for_rows(3)
+        runs[title].kill_one(title)
+        assert runs[title].wait_for_end(TOLD_WITHIN_S) == 1
+        print(runs[title].output())
+        assert name in runs[title].output().splitlines()[-1]
+        assert f"run ended: RunError: {name}" in runs[title].output()
 
 
 def test_an_error_about_memory_says_which_flag_to_lower(tmp_path):
@@ -287,19 +288,17 @@ def test_a_dead_process_is_named_though_the_error_of_its_peer_comes_first(tmp_pa
             run.get(trainer.send.remote(), "refit to version 1")
 
 
-@pytest.mark.parametrize(
-    "case, rows, message",
-    [
-        ("skip_refits", 2, "step 2 at version 1: a refit is missing"),
-        ("send_stale_weights", 0, "step 0 moved the weights, and its refit sent the same as the last"),
-    ],
-)
-def test_a_refit_that_did_not_happen_ends_the_run(drive, case, rows, message):
-    run = drive("tests.run_cases", case)
-    assert run.wait_for_end() == 1
-    print(run.output())
-    assert message in run.output().splitlines()[-1]
-    assert len(run.read("metrics.jsonl")) == rows
+def test_a_refit_that_did_not_happen_ends_the_run(drive):
+    cases = {
+        "skip_refits": (2, "step 2 at version 1: a refit is missing"),
+        "send_stale_weights": (0, "step 0 moved the weights, and its refit sent the same as the last"),
+    }
+    runs = {case: drive("tests.run_cases", case) for case in cases}  # at the same time
+    for case, (rows, message) in cases.items():
+        assert runs[case].wait_for_end() == 1
+        print(runs[case].output())
+        assert message in runs[case].output().splitlines()[-1]
+        assert len(runs[case].read("metrics.jsonl")) == rows
 
 
 @pytest.mark.parametrize(
