@@ -21,13 +21,17 @@ def test_an_agent_is_trained_like_an_environment(tmp_path):
         with open(tmp_path / f"{name}.out", "w") as file:
             more = ["--output-dir", str(tmp_path / name)]
             runs[name] = subprocess.Popen([*command, *more], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-    for name, run in runs.items():
-        assert run.wait(600) == 0, (tmp_path / f"{name}.out").read_text()[-3000:]
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in rows] == [0, 1]
-        for row in rows:
-            what = "the trainer's log-probs of the recorded tokens are the engine's"
-            assert row["mismatch/abs_mean"] < 1e-5, what
-            assert row["grad_norm"] > 0 and row["reward/invalid_frac"] == 0
-            assert row["rollout/turns_mean"] == 2 and row["rollout/forks_mean"] == 0
-        assert "eval/LookupAgent/mean" in rows[0] and "eval_end/LookupAgent/mean" in rows[-1]
+    try:
+        for name, run in runs.items():
+            assert run.wait(600) == 0, (tmp_path / f"{name}.out").read_text()[-3000:]
+            rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+            assert [row["step"] for row in rows] == [0, 1]
+            for row in rows:
+                what = "the trainer's log-probs of the recorded tokens are the engine's"
+                assert row["mismatch/abs_mean"] < 1e-5, what
+                assert row["grad_norm"] > 0 and row["reward/invalid_frac"] == 0
+                assert row["rollout/turns_mean"] == 2 and row["rollout/forks_mean"] == 0
+            assert "eval/LookupAgent/mean" in rows[0] and "eval_end/LookupAgent/mean" in rows[-1]
+    finally:
+        for run in runs.values():
+            run.kill()  # nothing where it has ended
