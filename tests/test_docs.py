@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -114,10 +115,24 @@ def test_documented_command_parses(where, module, arguments):
     tyro.cli(importlib.import_module(module).Args, args=arguments)
 
 
-@pytest.mark.parametrize("module", sorted({module for _, module, _ in commands()}))
-def test_help(module):
-    command = [sys.executable, "-m", module, "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+MODULES = sorted({module for _, module, _ in commands()})
+
+
+@pytest.fixture(scope="module")
+def helps():
+    """What each module's --help does; two at a time, as nearly all of it are imports."""
+
+    def ask(module: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", module, "--help"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    with ThreadPoolExecutor(2) as pool:
+        yield dict(zip(MODULES, pool.map(ask, MODULES)))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_help(module, helps):
+    done = helps[module]
     assert done.returncode == 0, done.stderr
     assert "--model" in done.stdout
 

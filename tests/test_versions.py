@@ -51,7 +51,7 @@ def shared_link(tmp_path_factory):
     with asyncio.Runner() as runner:
         runner.run(link.join(path))
         yield link, copy.deepcopy(link.model.state_dict()), runner
-        link.engine.llm.shutdown()
+        runner.run(asyncio.to_thread(link.engine.llm.shutdown))
 
 
 @pytest.fixture
