@@ -48,10 +48,14 @@ def shared_link(tmp_path_factory):
     """One engine for all tests that refit it, the weights that it began with, and its event loop."""
     path = make_tiny(tmp_path_factory.mktemp("engine") / "model")
     link = Link(path, max_model_len=512, record_top_k=4)
+
+    async def shut_down() -> None:
+        link.engine.llm.shutdown()
+
     with asyncio.Runner() as runner:
         runner.run(link.join(path))
         yield link, copy.deepcopy(link.model.state_dict()), runner
-        runner.run(asyncio.to_thread(link.engine.llm.shutdown))
+        runner.run(shut_down())
 
 
 @pytest.fixture
