@@ -51,6 +51,7 @@ def shared_link(tmp_path_factory):
 
     async def shut_down() -> None:
         link.engine.llm.shutdown()
+        del link.engine
 
     with asyncio.Runner() as runner:
         runner.run(link.join(path))
