@@ -42,6 +42,8 @@ def resolve_model(name: str) -> str:
     Here, in the driver: the other processes of a run never turn to the network. Raises ValueError with what
     is wrong and what would be right.
     """
+    for noisy in ("torchao", "torch.utils._pytree"):  # imported with a model, not about it
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     if name in ("tiny", "tiny-moe"):
         from algos.sft import encode_conversation, sft_loss
         from common.envs import reverse
@@ -99,8 +101,6 @@ def cached(name: str, sources: list, build: Callable[[Path], None]) -> str:
 
     print(f"making the model {name} (once, in {final})", file=sys.stderr, flush=True)
     disable_progress_bar()
-    for noisy in ("torchao", "torch.utils._pytree"):  # imported on the way; nothing of it is about this model
-        logging.getLogger(noisy).setLevel(logging.ERROR)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{name}-building-", dir=cache) as scratch:
         built = Path(scratch) / "model"

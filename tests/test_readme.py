@@ -65,7 +65,8 @@ def place(tmp_path_factory) -> Path:
 
 def shell(command: str, place: Path) -> str:
     path = os.pathsep.join([f"{sys.prefix}/bin", os.environ["PATH"]])
-    environ = os.environ | {"PATH": path, "PYTHONPATH": str(place)}
+    environ = {"INSTAR_CACHE": str(ROOT / ".cache/instar")} | os.environ  # the models are made already
+    environ |= {"PATH": path, "PYTHONPATH": str(place)}
     done = subprocess.run(
         ["bash", "-euc", command], cwd=place, env=environ, capture_output=True, text=True, timeout=400
     )
@@ -110,7 +111,7 @@ def test_the_commands_that_are_quick_or_made_so(place):
             rewards = [[json.loads(line)["reward/mean"] for line in run] for run in runs]
             assert rewards[0] == rewards[1]
         if part == "scripts/show_tokens.py":
-            assert "mu" in output and "advantage" in output
+            assert "trained in step 1" in output and "advantage" in output
         if part == "scripts/plan.py":
             assert "a step" in output and "trainer rank" in output
     page = (place / "report.html").read_text()
