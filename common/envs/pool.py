@@ -25,7 +25,7 @@ from dataclasses import asdict
 from numbers import Integral
 from pathlib import Path
 
-from common.env import Env, EnvFlags, Step
+from common.env import EnvFlags, Step
 from common.envs import load_env
 
 LINE_BYTES = 256 << 20  # longest message
