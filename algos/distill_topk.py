@@ -29,7 +29,7 @@ Many nodes: RAY_ADDRESS=auto python -m algos.distill_topk ... (on the head of a 
 
 Edit here: loss and weight -> teacher_loss | the teacher's tokens -> TopLogprobHead, Trainer.look_ahead
            sampling, filtering -> RolloutWorker.produce_group | optimizer, epochs -> Trainer.train_step
-           what is trained when, order of the refit -> main
+           what is trained when, order of the refit, a metric (a key of row) -> main
 """
 
 import asyncio
@@ -583,6 +583,7 @@ def main(args: Args) -> None:
 
             # what this step trains
             batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            row["time/straggler_wait"] = run.get(run.queue.straggler_wait.remote())
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             clock.lap("time/trainer_wait")
             dump_rollouts(args.debug.dump_rollouts, step, rollouts)

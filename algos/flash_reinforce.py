@@ -31,7 +31,7 @@ One GPU:    python -m algos.flash_reinforce --model smollm2 --env jsonl:data.jso
 Many nodes: RAY_ADDRESS=auto python -m algos.flash_reinforce ... (on the head of a running Ray cluster)
 
 Edit here: advantage -> batch_advantages | loss -> policy_loss | rejection -> bernoulli_kl, gate
-           sampling -> RolloutWorker.produce_group | optimizer -> Trainer.train_step | order -> main
+           sampling -> RolloutWorker.produce_group | optimizer -> Trainer.train_step | order, a metric -> main
 """
 
 import asyncio
@@ -360,7 +360,8 @@ class Trainer:
         return describe(self.model)
 
     def logprobs(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
+        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1. Both
+        have gradients."""
         ids_BT, routes = batch["token_ids"].long(), batch.get("routed_experts")
         inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, routes)
         return self.head(self.model, *inputs)
@@ -651,6 +652,7 @@ def main(args: Args) -> None:
 
             # what this step trains
             batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            row["time/straggler_wait"] = run.get(run.queue.straggler_wait.remote())
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             clock.lap("time/trainer_wait")
             dump_rollouts(args.debug.dump_rollouts, step, rollouts)

@@ -32,7 +32,7 @@ One GPU:    python -m algos.ppo --model smollm2 --env jsonl:data.jsonl
 Many nodes: RAY_ADDRESS=auto python -m algos.ppo ... (on the head of a running Ray cluster)
 
 Edit here: reward of a token -> turn_rewards | advantage -> gae, whiten | losses -> policy_loss, value_loss
-           critic -> common/critic.py | optimizers, epochs -> Trainer.train_step | order of the refit -> main
+           critic -> common/critic.py | optimizers, epochs -> Trainer.train_step | the loop, a metric -> main
 """
 
 import asyncio
@@ -220,9 +220,8 @@ def explained_variance(returns_N: torch.Tensor, values_N: torch.Tensor) -> tuple
     1: foreseen but for a constant; 0: no better than a constant.
     """
     returns_N = returns_N.double()
-    variance, size = returns_N.var(correction=0), returns_N.square().mean()
-    explained = 1 - (returns_N - values_N).var(correction=0) / variance
-    return (float(explained), 1) if variance > 1e-12 * size else (0.0, 0)
+    variance, rest = returns_N.var(correction=0), (returns_N - values_N).var(correction=0)
+    return (float(1 - rest / variance), 1) if variance > 1e-12 * returns_N.square().mean() else (0.0, 0)
 
 
 # --- Loss
@@ -448,7 +447,8 @@ class Trainer:
         return describe(self.model)
 
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
+        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1. Both
+        have gradients."""
         ids_BT, routes = batch["token_ids"].long(), batch.get("routed_experts")
         return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, routes)
 
@@ -772,6 +772,7 @@ def main(args: Args) -> None:
 
             # what this step trains
             batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            row["time/straggler_wait"] = run.get(run.queue.straggler_wait.remote())
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             clock.lap("time/trainer_wait")
             dump_rollouts(args.debug.dump_rollouts, step, rollouts)

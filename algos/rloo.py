@@ -29,7 +29,7 @@ Many nodes: RAY_ADDRESS=auto python -m algos.rloo ... (on the head of a running 
 
 Edit here: advantage -> group_advantages | loss -> policy_loss | correction -> importance_weights, mark_kept
            sampling, filtering -> RolloutWorker.produce_group | optimizer, epochs -> Trainer.train_step
-           what is trained when, order of the refit -> main
+           what is trained when, order of the refit, a metric (a key of row) -> main
 """
 
 import asyncio
@@ -353,7 +353,8 @@ class Trainer:
         return describe(self.model)
 
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
+        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1. Both
+        have gradients."""
         ids_BT, routes = batch["token_ids"].long(), batch.get("routed_experts")
         return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, routes)
 
@@ -639,6 +640,7 @@ def main(args: Args) -> None:
 
             # what this step trains
             batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            row["time/straggler_wait"] = run.get(run.queue.straggler_wait.remote())
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             clock.lap("time/trainer_wait")
             dump_rollouts(args.debug.dump_rollouts, step, rollouts)

@@ -30,7 +30,7 @@ Many nodes: RAY_ADDRESS=auto python -m algos.score_centering ... (on the head of
 
 Edit here: advantage -> group_advantages | loss -> centered_loss | f -> truncated_ratio
            sampling, filtering -> RolloutWorker.produce_group | optimizer -> Trainer.train_step
-           what is trained when, order of the refit -> main
+           what is trained when, order of the refit, a metric (a key of row) -> main
 """
 
 import asyncio
@@ -628,6 +628,7 @@ def main(args: Args) -> None:
 
             # what this step trains
             batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            row["time/straggler_wait"] = run.get(run.queue.straggler_wait.remote())
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             clock.lap("time/trainer_wait")
             dump_rollouts(args.debug.dump_rollouts, step, rollouts)

@@ -206,11 +206,7 @@ class Recorder:
                 segments.append(None)
                 self.order.append([])
                 context_ids = [*(turn.parent.ids if turn.parent else []), *context_ids]
-            sampled = turn.completion
-            segments[index] = extend_segment(
-                before, context_ids, sampled.token_ids, sampled.logprobs, sampled.versions,
-                sampled.finish_reason, routes=sampled.routes,
-            )  # fmt: skip
+            segments[index] = extend_segment(before, context_ids, **vars(turn.completion))
             ends[id(turn)] = index
             self.order[index].append(number)
         ranks = sorted(range(len(segments)), key=lambda index: self.order[index][-1])

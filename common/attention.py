@@ -33,10 +33,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, sl
         return packed[None], None
     lengths = ends.diff().tolist()
     documents = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)))
-    each = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        for q, k, v in documents
-    ]
+    how = {"is_causal": True, "scale": scaling, "enable_gqa": True}
+    each = [F.scaled_dot_product_attention(*document, **how) for document in documents]
     return torch.cat(each, dim=1).transpose(0, 1)[None], None
 
 
@@ -83,7 +81,6 @@ def pack(model: torch.nn.Module, ids_BS: torch.Tensor, lengths_B: torch.Tensor |
     index = kept_BS.flatten().nonzero().squeeze(-1)
     ends = F.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
     index, positions, ends = (x.to(ids_BS.device) for x in (index, positions[kept_BS][None], ends))
-    sizes = {"max_length_q": int(lengths_B.max()), "max_length_k": int(lengths_B.max())}
-    sizes |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    sizes = {"cu_seq_lens_q": ends, "max_length_q": int(lengths_B.max())}
     inputs = {"input_ids": ids_BS.flatten()[index][None], "position_ids": positions} | sizes
     return Packed(inputs, index, ids_BS.shape)

@@ -74,8 +74,7 @@ def balanced_groups(rows: list[dict], num_ranks: int, limit: int) -> list[list[d
 
 def to_device(batch: dict, device: torch.device) -> dict:
     """As tensors. The lengths stay on the CPU: what is packed where is decided there."""
-    cpu = torch.device("cpu")
-    return {k: torch.tensor(v, device=cpu if k == "lengths" else device) for k, v in batch.items()}
+    return {k: torch.tensor(v, device="cpu" if k == "lengths" else device) for k, v in batch.items()}
 
 
 def collate(rows: list[dict]) -> dict:

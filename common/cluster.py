@@ -156,10 +156,9 @@ class Run(contextlib.AbstractContextManager):
 
     def restore(self, rollouts: list[Rollout]) -> None:
         """Puts the groups of a checkpoint back into the queue, before any engine gets a ticket."""
-        groups = [
-            (ticket, list(group)) for ticket, group in groupby(rollouts, lambda rollout: rollout.ticket)
-        ]
-        self.get([self.queue.restore.remote(ticket, *pack_group(group)[1:]) for ticket, group in groups])
+        groups = groupby(rollouts, lambda rollout: rollout.ticket)
+        packed = [(ticket, pack_group(list(group))[1:]) for ticket, group in groups]
+        self.get([self.queue.restore.remote(ticket, *pieces) for ticket, pieces in packed])
 
     def spawn(self, name: str, actor_class: type, arguments: list[tuple], options: list[dict]) -> list:
         """One actor for each tuple of constructor arguments and dict of Ray's options, called `name`, or
@@ -203,8 +202,7 @@ class Run(contextlib.AbstractContextManager):
         return ray.get(refs)
 
     def _ping(self, but=()) -> dict[ray.ObjectRef, str]:
-        actors = {name: handle for name, handle in self.actors.items() if name not in but}
-        return {handle.__ray_ready__.remote(): name for name, handle in actors.items()}
+        return {self.actors[name].__ray_ready__.remote(): name for name in self.actors if name not in but}
 
     def _queue_state(self) -> str:
         try:

@@ -19,9 +19,9 @@ def logit_sums(logits_TV: torch.Tensor, targets_T: torch.Tensor, temperature: fl
     """What log-prob and entropy are made of, [4, T] in fp32. With x = logits / temperature and m = max x:
     m, sum exp(x - m), sum (x - m) exp(x - m), and x of the target, or 0 where it is not among these."""
     if logits_TV.device.type == "cuda":
-        from common.logprob_kernel import logit_sums_on_gpu
+        from common.kernels import sums_on_gpu
 
-        return logit_sums_on_gpu(logits_TV, targets_T, temperature)
+        return sums_on_gpu(logits_TV, targets_T, temperature)
     x_TV = logits_TV.float() / temperature
     inside_T = (targets_T >= 0) & (targets_T < x_TV.shape[1])
     target_T = x_TV.gather(-1, targets_T.clamp(0, x_TV.shape[1] - 1)[:, None]).squeeze(-1)
@@ -35,10 +35,9 @@ def logit_sums(logits_TV: torch.Tensor, targets_T: torch.Tensor, temperature: fl
 def logit_gradients_(logits_TV, targets_T, log_z_T, entropy_T, grad_T, entropy_grad_T, temperature: float):
     """Turns logits, in place, into the gradient of sum(grad x log-prob + entropy_grad x entropy) for them."""
     if logits_TV.device.type == "cuda":
-        from common.logprob_kernel import logit_gradients_on_gpu
+        from common.kernels import gradients_on_gpu
 
-        rows = (targets_T, log_z_T, entropy_T, grad_T, entropy_grad_T)
-        return logit_gradients_on_gpu(logits_TV, *rows, temperature)
+        return gradients_on_gpu(logits_TV, targets_T, log_z_T, entropy_T, grad_T, entropy_grad_T, temperature)
     logprobs_TV = logits_TV.float() / temperature - log_z_T[:, None]
     p_TV = logprobs_TV.exp()
     gradient_TV = -p_TV * (grad_T[:, None] + entropy_grad_T[:, None] * (logprobs_TV + entropy_T[:, None]))
@@ -63,9 +62,7 @@ class LinearLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, hidden_TH, weight_VH, bias_V, targets_T, temperature: float, group, first: int, backward: bool
-    ):
+    def forward(ctx, hidden_TH, weight_VH, bias_V, targets_T, temperature, group, first, backward):
         targets_T, count = targets_T - first, len(targets_T)
         limit = CHUNK_BYTES[weight_VH.device.type] // (weight_VH.shape[0] * weight_VH.element_size())
         size = max(1, -(-count // max(1, -(-count // max(1, limit)))))  # as equal as can be

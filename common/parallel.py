@@ -65,10 +65,8 @@ def join_world(rank: int, world_size: int, store: dist.Store, device: torch.devi
     """The trainer's own process group. Raises at the deadline if a rank does not come."""
     torch.set_num_threads(1 if device.type == "cpu" else torch.get_num_threads())
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-    )
+    backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def build_model(
@@ -87,10 +85,9 @@ def build_model(
     flags, on_gpu = flags or ParallelFlags(), device.type == "cuda"
     compute = getattr(torch, dtype) if on_gpu else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    sharding = {"mp_policy": policy, "reshard_after_forward": flags.zero == 3}
     setup = DistributedSetup.build(
-        strategy=FSDP2Config(
-            mp_policy=policy, enable_compile=flags.compile, reshard_after_forward=flags.zero == 3
-        ),
+        strategy=FSDP2Config(**sharding, enable_compile=flags.compile),
         parallelism_sizes=ParallelismSizes(tp_size=flags.trainer_tp, ep_size=flags.trainer_ep),
         activation_checkpointing=flags.activation_checkpointing,
         world_size=dist.get_world_size(),
@@ -106,7 +103,7 @@ def build_model(
     if on_gpu and dist.get_world_size() == 1:  # AutoModel leaves a single rank as it is, in fp32
         layers = model.model.layers
         for layer in layers.values() if isinstance(layers, torch.nn.ModuleDict) else layers:
-            fully_shard(layer, mp_policy=policy, reshard_after_forward=flags.zero == 3)
+            fully_shard(layer, **sharding)
         fully_shard(model, mp_policy=policy)
     if flags.packing == "on":
         use_packed_attention(model)
@@ -128,8 +125,7 @@ def load_by_automodel(path: str, setup, sparse: bool, compute, on_gpu: bool, gat
         plain = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch", "dispatcher": "torch"}
         experts = "torch_mm" if compute == torch.bfloat16 else "torch"  # the faster one is for bf16 alone
         settings["backend"] = BackendConfig(**plain, experts=experts, rope_fusion=False, gate_precision=gate)
-    no_cuda = contextlib.ExitStack()
-    with no_cuda:
+    with contextlib.ExitStack() as no_cuda:
         if not on_gpu:
             no_cuda.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
             no_cuda.enter_context(CudaIsCpu())
@@ -187,10 +183,8 @@ def clip_gradients(model: torch.nn.Module, max_norm: float, flags: ParallelFlags
     from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
 
     synchronize_tp_replica_gradients([model], model.mesh.device_mesh)
-    norm = scale_grads_and_clip_grad_norm(
-        max_norm, [model], device_mesh=model.mesh.device_mesh, moe_mesh=model.mesh.moe_mesh,
-        ep_axis_name="ep", dp_group_size=flags.data_ranks,
-    )  # fmt: skip
+    meshes = {"device_mesh": model.mesh.device_mesh, "moe_mesh": model.mesh.moe_mesh, "ep_axis_name": "ep"}
+    norm = scale_grads_and_clip_grad_norm(max_norm, [model], **meshes, dp_group_size=flags.data_ranks)
     return float(norm)
 
 
@@ -212,43 +206,28 @@ def make_optimizer(
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW with its averages in CPU memory: those of a part of the parameters at a time come to the GPU."""
-
-    PART = 1 << 28  # elements: 2 GiB of averages
+    """AdamW with its averages in CPU memory: those of one parameter at a time come to the GPU."""
 
     def step(self, closure=None) -> None:
-        (group,), parts, size = self.param_groups, [[]], 0
+        (group,) = self.param_groups
         for parameter in group["params"]:
-            if parts[-1] and size + local(parameter).numel() > self.PART:
-                parts, size = [*parts, []], 0
-            parts[-1].append(parameter)
-            size += local(parameter).numel()
-        for part in parts:
-            self._move(part, lambda average, parameter: average.to(parameter.device, non_blocking=True))
-            self.param_groups = [group | {"params": part}]
+            self._move(parameter, lambda average: average.to(parameter.device, non_blocking=True))
+            self.param_groups = [group | {"params": [parameter]}]
             super().step()
-            self._move(part, to_pinned)
+            self._move(parameter, to_pinned)
         self.param_groups = [group]
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what was copied without blocking is there
 
-    def _move(self, parameters: list, copy) -> None:
+    def _move(self, parameter: torch.nn.Parameter, copy) -> None:
         """Averages stay DTensors on the mesh of their parameter; their local part changes its place."""
-        for parameter in parameters:
-            for name, average in self.state[parameter].items():
-                if name == "step":
-                    continue
-                if isinstance(average, DTensor):
-                    average._local_tensor = copy(average._local_tensor, local(parameter))
-                else:
-                    self.state[parameter][name] = copy(average, parameter)
+        for name, average in self.state[parameter].items():
+            if name != "step":
+                local = average._local_tensor if isinstance(average, DTensor) else average
+                local.data = copy(local)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def to_pinned(average: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def to_pinned(average: torch.Tensor) -> torch.Tensor:
     if average.device.type == "cpu":
         return average
     return torch.empty_like(average, device="cpu", pin_memory=True).copy_(average, non_blocking=True)

@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 
 from common.agent import check_ids, next_context, play_agent, read_prompt, render
 from common.envs.pool import EnvError, EnvPool
-from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
+from common.sample import RecordError, Rollout, check_reward, extend_segment
 
 
 @dataclass
@@ -81,25 +81,24 @@ class Engine:
         share = flags.gpu_memory_utilization or 0.8 * gpus
         on_gpu = {"gpu_memory_utilization": share, "compilation_config": graphs, "moe_backend": "triton"}
         kv_cache_gb = flags.kv_cache_gb or (None if gpus else 0.25)
-        self.llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=model_path,
-                dtype=dtype,
-                seed=seed,
-                max_model_len=flags.max_model_len,
-                logprobs_mode="processed_logprobs",
-                max_logprobs=max(20, flags.record_top_k),  # what a ChatAgent may ask for
-                generation_config="vllm",  # a checkpoint's own sampling defaults would change the policy
-                weight_transfer_config=WeightTransferConfig(backend="instar"),
-                worker_extension_cls="common.refit_worker.WorkerExtension",
-                disable_log_stats=True,
-                enable_return_routed_experts=flags.router_replay == "on",
-                tensor_parallel_size=flags.engine_tp,
-                distributed_executor_backend="mp" if flags.engine_tp > 1 else None,
-                kv_cache_memory_bytes=kv_cache_gb and int(kv_cache_gb * 2**30),
-                **(on_gpu if gpus else {"enforce_eager": True}),
-            )
+        arguments = AsyncEngineArgs(
+            model=model_path,
+            dtype=dtype,
+            seed=seed,
+            max_model_len=flags.max_model_len,
+            logprobs_mode="processed_logprobs",
+            max_logprobs=max(20, flags.record_top_k),  # what a ChatAgent may ask for
+            generation_config="vllm",  # a checkpoint's own sampling defaults would change the policy
+            weight_transfer_config=WeightTransferConfig(backend="instar"),
+            worker_extension_cls="common.refit_worker.WorkerExtension",
+            disable_log_stats=True,
+            enable_return_routed_experts=flags.router_replay == "on",
+            tensor_parallel_size=flags.engine_tp,
+            distributed_executor_backend="mp" if flags.engine_tp > 1 else None,
+            kv_cache_memory_bytes=kv_cache_gb and int(kv_cache_gb * 2**30),
+            **(on_gpu if gpus else {"enforce_eager": True}),
         )
+        self.llm = AsyncLLM.from_engine_args(arguments)
         self.make_sampling, self.final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         self.flags, self.max_model_len = flags, flags.max_model_len
         self.requests = self.sampled_tokens = 0
@@ -204,8 +203,7 @@ async def play(
     What the environment does wrong, or a broken record, makes the rollout invalid, with the reason; what the
     engine does is raised.
     """
-    segment: Segment | None = None
-    context = prompt_ids
+    segment, context = None, prompt_ids
     for turn in range(max_turns):
         ids = [*(segment.token_ids.tolist() if segment else []), *context]
         room = min(max_new_tokens, engine.max_model_len - len(ids))
@@ -220,10 +218,7 @@ async def play(
         sampled = [first] if turn == 0 and first else await engine.generate(ids, 1, temperature, room, known)
         completion = sampled[0]
         try:
-            segment = extend_segment(
-                segment, context, completion.token_ids, completion.logprobs, completion.versions,
-                completion.finish_reason, completion.top_k, completion.routes,
-            )  # fmt: skip
+            segment = extend_segment(segment, context, **vars(completion))
         except RecordError as error:
             rollout.fail("bad_record", f"{rollout.rollout_id}: {error}")
             return
@@ -271,14 +266,13 @@ async def rollout_group(
 
     An episode that is not over after `timeout_s` seconds is invalid with the reason "timeout".
     """
+    settings = {"temperature": temperature, "max_new_tokens": max_new_tokens, "template_args": template_args}
     rollouts = [Rollout(f"{ticket}.{g}", f"g{ticket}", ticket, str(index), [], []) for g in range(group_size)]
     over: set[str] = set()
 
     async def finish(rollout: Rollout, prepared: tuple, step, first: Completion | None) -> None:
-        await play(
-            engine, tokenizer, *prepared, step, first, rollout=rollout, max_turns=envs.max_turns,
-            temperature=temperature, max_new_tokens=max_new_tokens, template_args=template_args,
-        )  # fmt: skip
+        how = settings | {"rollout": rollout, "max_turns": envs.max_turns}
+        await play(engine, tokenizer, *prepared, step, first, **how)
         over.add(rollout.rollout_id)
 
     async def single_turn() -> None:
@@ -297,10 +291,8 @@ async def rollout_group(
             await finish(rollout, prepared, step, None)
 
     async def program(rollout: Rollout) -> None:
-        await play_agent(
-            engine, tokenizer, envs, split, index, rollout, temperature=temperature,
-            max_new_tokens=max_new_tokens, system_prompt=system_prompt, template_args=template_args,
-        )  # fmt: skip
+        how = settings | {"system_prompt": system_prompt}
+        await play_agent(engine, tokenizer, envs, split, index, rollout, **how)
         over.add(rollout.rollout_id)
 
     async def limited(episodes, of: list[Rollout]) -> None:

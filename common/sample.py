@@ -64,10 +64,6 @@ class Segment:
     def num_actions(self) -> int:
         return int(self.action_mask.sum())
 
-    @property
-    def truncated(self) -> bool:
-        return self.finish_reason == "length"
-
 
 @dataclass
 class Rollout:
@@ -110,7 +106,8 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        return bool(self.segments) and self.segments[-1].truncated
+        """Whether a limit ended its last turn."""
+        return bool(self.segments) and self.segments[-1].finish_reason == "length"
 
     def lags(self, version: int) -> np.ndarray:
         """How many versions each sampled token is behind `version`, [num_actions].
@@ -120,26 +117,25 @@ class Rollout:
         parts = [segment.versions[segment.action_mask] for segment in self.segments]
         versions = np.concatenate([np.zeros(0, np.int32), *parts])
         if (versions > version).any():
-            newest = f"newest is {version}"
-            raise RecordError(f"{self.rollout_id}: sampled by version {versions.max()}, {newest}")
+            raise RecordError(f"{self.rollout_id}: sampled by version {versions.max()}, newest is {version}")
         return version - versions
 
 
 def extend_segment(
-    segment: Segment | None, context_ids, sampled_ids, logprobs, versions, finish_reason, top_k=None,
+    segment: Segment | None, context_ids, token_ids, logprobs, versions, finish_reason, top_k=None,
     routes: np.ndarray | None = None,
 ) -> Segment:  # fmt: skip
-    """One more turn: `context_ids` (unsampled), then what the engine sampled after them. Returns a new
-    Segment. `routes` are the experts of the tokens that the engine read, or of those from some token on; a
-    token keeps those with which it was read first.
+    """One more turn: `context_ids` (unsampled), then what the engine sampled after them, the fields of a
+    `Completion`. Returns a new Segment. `routes` are the experts of the tokens that the engine read, or of
+    those from some token on; a token keeps those with which it was read first.
 
     Raises RecordError where the engine's three lists do not describe the same tokens, or a log-prob is
     missing (None); ValueError where the routes leave a gap, which is no one rollout's fault.
     """
     gap = len(context_ids)
     turn = {
-        "token_ids": [*context_ids, *sampled_ids],
-        "action_mask": [False] * gap + [True] * len(sampled_ids),
+        "token_ids": [*context_ids, *token_ids],
+        "action_mask": [False] * gap + [True] * len(token_ids),
         "logprobs": [0.0] * gap + list(logprobs),
         "versions": [-1] * gap + list(versions),
     }
