@@ -76,7 +76,8 @@ class EnvFlags:
     chat_template_args: str = "{}"
     """Variables for the chat template as JSON, for example '{"enable_thinking": false}'."""
     env_workers: Annotated[int, Ge(1)] = 4
-    """Processes of an engine that grade single-turn answers; an episode of several turns has its own."""
+    """Processes of an engine that grade single-turn answers; an episode of several turns has its own.
+    Raise it when grading is slow: time/rollout_wait."""
     env_timeout_s: Annotated[float, Gt(0)] = 60.0
     """Seconds that one reset() or step() may take; then its process is killed and the rollout invalid."""
     unsafe_sandbox: bool = False

@@ -8,6 +8,7 @@ cached in `.cache/instar` under the repository root, or in the folder that the v
 import functools
 import hashlib
 import inspect
+import logging
 import os
 import re
 import sys
@@ -49,6 +50,8 @@ def resolve_model(name: str) -> str:
     Here, in the driver: the other processes of a run never turn to the network. Raises ValueError with what
     is wrong and what would be right.
     """
+    for noisy in ("torchao", "torch.utils._pytree"):  # imported with a model, not about it
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     if name in ("tiny", "tiny-moe"):
         from algos.sft import encode_conversation, sft_loss
         from common.envs import reverse
@@ -139,7 +142,10 @@ def cached(name: str, sources: list, build: Callable[[Path], None]) -> str:
     final = cache / f"{name}-{hashlib.sha256(code.encode()).hexdigest()[:10]}"
     if final.is_dir():
         return str(final)
+    from transformers.utils.logging import disable_progress_bar
+
     print(f"making the model {name} (once, in {final})", file=sys.stderr, flush=True)
+    disable_progress_bar()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{name}-building-", dir=cache) as scratch:
         built = Path(scratch) / "model"

@@ -25,14 +25,16 @@ TOWERS = ("vision_model", "vision_tower", "visual")  # how models call the part 
 @dataclass
 class ParallelFlags:
     num_trainers: Annotated[int, Ge(1)] = 1
-    """Trainer ranks: one FSDP2 mesh over all of them; on GPUs each takes one GPU."""
+    """Trainer ranks: one FSDP2 mesh over all of them; on GPUs each takes one GPU.
+    Raise it when time/train is most of time/step, or a model does not fit."""
     trainer_tp: Annotated[int, Ge(1)] = 1
     """Trainer ranks over which each layer is split (tensor parallelism), for models too large for FSDP
     alone. They train the same rollouts."""
     trainer_ep: Annotated[int, Ge(1)] = 1
     """Trainer ranks over which the experts of a mixture of experts are spread."""
     micro_batch_tokens: Annotated[int, Ge(1)] = 8192
-    """Tokens of a micro-batch on one rank. Lower it when the trainer runs out of memory."""
+    """Tokens of a micro-batch on one rank.
+    Raise it while GPU memory is left, lower it when the trainer runs out of it."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Lays the rows of a micro-batch end to end instead of padding them. auto: on GPUs, where attention has
     a kernel for it, for models of nothing but attention and dense layers."""

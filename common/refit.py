@@ -331,7 +331,7 @@ class Wire:
     def meet(self) -> None:
         """On shared memory nothing travels: the sender has packed, the receivers have placed."""
         self.finish()
-        self.control.barrier().wait()
+        self.control.barrier().wait()  # ty: ignore[missing-attribute]
 
     def send(self, sizes: list[int], pack) -> None:
         """`pack(index, bucket)` fills each bucket; it leaves while the next one is packed."""

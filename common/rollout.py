@@ -18,11 +18,14 @@ from common.sample import RecordError, Rollout, check_reward, extend_segment
 @dataclass
 class EngineFlags:
     num_engines: Annotated[int, Ge(1)] = 1
-    """vLLM engines, each with its own rollout worker; on GPUs each takes --engine-tp GPUs."""
+    """vLLM engines, each with its own rollout worker; on GPUs each takes --engine-tp GPUs.
+    Raise it when time/trainer_wait is most of time/step."""
     engine_tp: Annotated[int, Ge(1)] = 1
-    """Workers over which vLLM splits the model of one engine (tensor parallelism), each on a GPU."""
+    """Workers over which vLLM splits the model of one engine (tensor parallelism), each on a GPU.
+    Raise it when model and KV cache do not fit one."""
     max_model_len: Annotated[int, Ge(2)] = 512
-    """Longest context of an episode in tokens, prompt and all turns together. More costs KV memory."""
+    """Longest context of an episode in tokens, prompt and all turns together. More costs KV memory.
+    Raise it when rollout/truncated_frac is high though answers are short, or for no_room."""
     max_in_flight: Annotated[int, Ge(1)] = 16
     """Prompt groups that one engine works on at a time. Raise it while the engine waits, with
     --max-staleness."""

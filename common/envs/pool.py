@@ -25,7 +25,7 @@ from dataclasses import asdict
 from numbers import Integral
 from pathlib import Path
 
-from common.env import Env, EnvFlags, Step
+from common.env import EnvFlags, Step
 from common.envs import load_env
 
 LINE_BYTES = 256 << 20  # longest message
@@ -250,7 +250,7 @@ async def within(awaitable):
 class Server:
     """What a worker does on request: one environment at a time."""
 
-    def __init__(self, make_env: Callable[[], Env], tasks: dict):
+    def __init__(self, make_env: Callable, tasks: dict):  # which makes an Env or a ChatAgent
         self.make_env, self.tasks, self.env = make_env, tasks, None
         self.runner = asyncio.Runner()  # makes its event loop when something is async
 
