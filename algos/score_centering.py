@@ -199,12 +199,12 @@ class TopLogprobHead(LogprobHead):
 
     top_ids: torch.Tensor | None = None
 
-    def __call__(self, model, input_ids, targets, temperature, lengths_B=None, top_ids_BSK=None, *rest):
+    def __call__(self, model, ids_BS, targets_BS, temperature, lengths_B=None, top_ids_BSK=None, *rest):
         """(log-probs, entropies, log-probs of the first, ..., of the K-th token), all [B, S]."""
         if top_ids_BSK is not None:
-            index = pack(model, input_ids, lengths_B).index  # of the tokens that the model gets
+            index = pack(model, ids_BS, lengths_B).index  # of the tokens that the model gets
             self.top_ids = top_ids_BSK if index is None else top_ids_BSK.flatten(0, 1)[index][None]
-        values = super().__call__(model, input_ids, targets, temperature, lengths_B, *rest)
+        values = super().__call__(model, ids_BS, targets_BS, temperature, lengths_B, *rest)
         self.top_ids = None
         return values
 
