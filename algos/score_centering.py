@@ -195,16 +195,16 @@ CHUNK_BYTES = 128 << 20  # of logits that exist at a time
 
 
 class TopLogprobHead(LogprobHead):
-    """Gives the log-probs of K more tokens at each position as well, those that `top_ids_BSK` names."""
+    """Gives the log-probs of K more tokens at each position as well, whose ids `top_BSK` has."""
 
     top_ids: torch.Tensor | None = None
 
-    def __call__(self, model, ids_BS, targets_BS, temperature, lengths_B=None, top_ids_BSK=None, *rest):
+    def __call__(self, model, ids_BS, targets_BS, temperature, lengths_B=None, *rest, top_BSK=None, **named):
         """(log-probs, entropies, log-probs of the first, ..., of the K-th token), all [B, S]."""
-        if top_ids_BSK is not None:
+        if top_BSK is not None:
             index = pack(model, ids_BS, lengths_B).index  # of the tokens that the model gets
-            self.top_ids = top_ids_BSK if index is None else top_ids_BSK.flatten(0, 1)[index][None]
-        values = super().__call__(model, ids_BS, targets_BS, temperature, lengths_B, *rest)
+            self.top_ids = top_BSK if index is None else top_BSK.flatten(0, 1)[index][None]
+        values = super().__call__(model, ids_BS, targets_BS, temperature, lengths_B, *rest, **named)
         self.top_ids = None
         return values
 
@@ -348,9 +348,9 @@ class Trainer:
     def logprobs(self, batch: dict, top_ids_BSK) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, the entropy there, and the log-probs of the engine's
         likeliest tokens: [B, S] and [B, S, K]; s is token s + 1."""
-        ids_BT, rest = batch["token_ids"].long(), [top_ids_BSK, *map(batch.get, ("routed_experts", "images"))]
+        ids_BT, rest = batch["token_ids"].long(), map(batch.get, ("routed_experts", "images"))
         inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, *rest)
-        logprobs_BS, entropy_BS, *top = self.head(self.model, *inputs)
+        logprobs_BS, entropy_BS, *top = self.head(self.model, *inputs, top_BSK=top_ids_BSK)
         return logprobs_BS, entropy_BS, torch.stack(top, -1)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
