@@ -31,7 +31,7 @@ One GPU:    python -m algos.flash_reinforce --model smollm2 --env jsonl:data.jso
 Many nodes: RAY_ADDRESS=auto python -m algos.flash_reinforce ... (on the head of a running Ray cluster)
 
 Edit here: advantage -> batch_advantages | loss -> policy_loss | rejection -> bernoulli_kl, gate
-           sampling -> RolloutWorker.produce_group | optimizer -> Trainer.train_step | order -> main
+           sampling -> RolloutWorker.produce_group | optimizer -> Trainer.train_step | order, a metric -> main
 """
 
 import asyncio
@@ -82,9 +82,11 @@ class Args:
     max_steps: Annotated[int, Ge(1)] = 120
     """Updates: each trains a fresh batch of rollouts once."""
     eval_every: Annotated[int, Ge(1)] = 20
-    """Steps between evaluations. Step 0 (the untrained policy) and the end are always evaluated."""
+    """Steps between evaluations. Step 0 (the untrained policy) and the end are always evaluated.
+    Raise it when time/eval is a large part of the run."""
     eval_samples: Annotated[int, Ge(0)] = 0
-    """Sampled answers to each evaluation task, for avg@k and pass@k besides the greedy mean."""
+    """Sampled answers to each evaluation task, for avg@k and pass@k besides the greedy mean.
+    Raise it when eval/<env>/ci95 is wider than what is to be told apart."""
     seed: int = 1
     """Data order, sampling and minibatches."""
     # rollout
@@ -93,7 +95,8 @@ class Args:
     group_size: int = 1
     """Always 1: one rollout a prompt. Groups are what algos/grpo.py is for."""
     temperature: Annotated[float, Gt(0), Lt(float("inf"))] = 1.0
-    """Sampling temperature; the trainer's log-probs use the same."""
+    """Sampling temperature; the trainer's log-probs use the same.
+    Raise it when the answers to a prompt are all alike, lower it when few of them make sense."""
     max_new_tokens: Annotated[int, Ge(1)] = 16
     """Longest answer of one turn in tokens. Raise it when rollout/truncated_frac stays high."""
     # asynchrony
@@ -118,15 +121,16 @@ class Args:
     """in one update."""
     # optimizer (AdamW)
     lr: Annotated[float | None, Ge(0)] = None
-    """Peak learning rate. Default: 1e-3 for tiny, 1e-6 for every other model."""
+    """Peak learning rate. Default: 1e-3 for tiny, 1e-6 for every other model.
+    Lower it when the reward falls again or loss/entropy falls to 0, raise it when nothing moves."""
     lr_warmup_steps: Annotated[int, Ge(0)] = 5
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up from 0. Raise it when the first steps spoil the policy."""
     lr_end_ratio: Annotated[float, Ge(0)] = 0.0
     """Learning rate at the end over the peak; the decay is linear. 1 keeps it constant."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    """Gradients are scaled down to this global L2 norm."""
+    """Gradients are scaled down to this global L2 norm. Lower it when single steps spoil the policy."""
     # what every algorithm shares
     data: Annotated[EnvFlags, OmitArgPrefixes] = field(default_factory=EnvFlags)
     engine: Annotated[EngineFlags, OmitArgPrefixes] = field(
@@ -356,9 +360,10 @@ class Trainer:
         return describe(self.model)
 
     def logprobs(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
-        ids_BT, routes = batch["token_ids"].long(), batch.get("routed_experts")
-        inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, routes)
+        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1. Both
+        have gradients."""
+        ids_BT, rest = batch["token_ids"].long(), (batch.get("routed_experts"), batch.get("images"))
+        inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, *rest)
         return self.head(self.model, *inputs)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
@@ -647,6 +652,7 @@ def main(args: Args) -> None:
 
             # what this step trains
             batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            row["time/straggler_wait"] = run.get(run.queue.straggler_wait.remote())
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             clock.lap("time/trainer_wait")
             dump_rollouts(args.debug.dump_rollouts, step, rollouts)

@@ -29,7 +29,7 @@ Many nodes: RAY_ADDRESS=auto python -m algos.rloo ... (on the head of a running 
 
 Edit here: advantage -> group_advantages | loss -> policy_loss | correction -> importance_weights, mark_kept
            sampling, filtering -> RolloutWorker.produce_group | optimizer, epochs -> Trainer.train_step
-           what is trained when, order of the refit -> main
+           what is trained when, order of the refit, a metric (a key of row) -> main
 """
 
 import asyncio
@@ -76,11 +76,13 @@ class Args:
     eval_env: str | None = None
     """What is evaluated on, by greedy answers to its eval split. Default: the same as --env."""
     max_steps: Annotated[int, Ge(1)] = 120
-    """Optimizer steps times epochs times minibatches make the updates; a step trains one batch of groups."""
+    """Steps of the run: each trains one batch of groups, in --epochs times --minibatches updates."""
     eval_every: Annotated[int, Ge(1)] = 20
-    """Steps between evaluations. Step 0 (the untrained policy) and the end are always evaluated."""
+    """Steps between evaluations. Step 0 (the untrained policy) and the end are always evaluated.
+    Raise it when time/eval is a large part of the run."""
     eval_samples: Annotated[int, Ge(0)] = 0
-    """Sampled answers to each evaluation task, for avg@k and pass@k besides the greedy mean."""
+    """Sampled answers to each evaluation task, for avg@k and pass@k besides the greedy mean.
+    Raise it when eval/<env>/ci95 is wider than what is to be told apart."""
     seed: int = 1
     """Data order, sampling and minibatches."""
     # rollout
@@ -89,7 +91,8 @@ class Args:
     group_size: int = 8
     """Rollouts of one prompt (G). Raise it when reward/zero_std_group_frac is high: of more, some differ."""
     temperature: Annotated[float, Gt(0), Lt(float("inf"))] = 1.0
-    """Sampling temperature; the trainer's log-probs use the same."""
+    """Sampling temperature; the trainer's log-probs use the same.
+    Raise it when the answers to a prompt are all alike, lower it when few of them make sense."""
     max_new_tokens: Annotated[int, Ge(1)] = 16
     """Longest answer of one turn in tokens. Raise it when rollout/truncated_frac stays high."""
     # asynchrony
@@ -108,25 +111,27 @@ class Args:
     (kl-gate), and 0 in others; or none."""
     correction_cap: float | None = None
     """The cap of --correction. Default: 2 for tis, icepop and clip, 1.05 for seq-mask, 5e-3 nats a token for
-    kl-gate."""
+    kl-gate. Lower it when is/max_weight is high and is/ess low."""
     kl_coef: Annotated[float, Ge(0), Lt(float("inf"))] = 0.0
-    """Weight of the KL to the starting policy (k2). Above 0 a frozen copy of the model is kept in the
-    trainer."""
+    """Weight of the KL to the starting policy (k2). Above 0 the trainer keeps a frozen copy of the model.
+    Raise it when the reward rises and the evaluation does not."""
     epochs: Annotated[int, Ge(1)] = 1
-    """Passes over a step's batch."""
+    """Passes over a step's batch. Raise it when rollouts cost more than training (time/trainer_wait)."""
     minibatches: Annotated[int, Ge(1)] = 1
-    """Optimizer steps per pass; a rollout is never split over two."""
+    """Optimizer steps per pass; a rollout is never split over two.
+    Raise it when --prompts-per-step is large: more and smaller updates of the same rollouts."""
     # optimizer (AdamW)
     lr: Annotated[float | None, Ge(0)] = None
-    """Peak learning rate. Default: 1e-3 for tiny, 1e-6 for every other model."""
+    """Peak learning rate. Default: 1e-3 for tiny, 1e-6 for every other model.
+    Lower it when the reward falls again or loss/entropy falls to 0, raise it when nothing moves."""
     lr_warmup_steps: Annotated[int, Ge(0)] = 5
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up from 0. Raise it when the first steps spoil the policy."""
     lr_end_ratio: Annotated[float, Ge(0)] = 0.0
     """Learning rate at the end over the peak; the decay is linear. 1 keeps it constant."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    """Gradients are scaled down to this global L2 norm."""
+    """Gradients are scaled down to this global L2 norm. Lower it when single steps spoil the policy."""
     # what every algorithm shares
     data: Annotated[EnvFlags, OmitArgPrefixes] = field(default_factory=EnvFlags)
     engine: Annotated[EngineFlags, OmitArgPrefixes] = field(default_factory=EngineFlags)
@@ -348,9 +353,10 @@ class Trainer:
         return describe(self.model)
 
     def logprobs(self, batch: dict, model, head) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1."""
-        ids_BT, routes = batch["token_ids"].long(), batch.get("routed_experts")
-        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, routes)
+        """Log-prob of each token given those before it, and the entropy there: [B, S]; s is token s + 1. Both
+        have gradients."""
+        ids_BT, rest = batch["token_ids"].long(), (batch.get("routed_experts"), batch.get("images"))
+        return head(model, ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, *rest)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
         """Goes on from a checkpoint of this run, or starts from the weights of another."""
@@ -634,6 +640,7 @@ def main(args: Args) -> None:
 
             # what this step trains
             batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            row["time/straggler_wait"] = run.get(run.queue.straggler_wait.remote())
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             clock.lap("time/trainer_wait")
             dump_rollouts(args.debug.dump_rollouts, step, rollouts)

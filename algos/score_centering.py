@@ -30,7 +30,7 @@ Many nodes: RAY_ADDRESS=auto python -m algos.score_centering ... (on the head of
 
 Edit here: advantage -> group_advantages | loss -> centered_loss | f -> truncated_ratio
            sampling, filtering -> RolloutWorker.produce_group | optimizer -> Trainer.train_step
-           what is trained when, order of the refit -> main
+           what is trained when, order of the refit, a metric (a key of row) -> main
 """
 
 import asyncio
@@ -82,9 +82,11 @@ class Args:
     max_steps: Annotated[int, Ge(1)] = 120
     """Updates: each trains a fresh batch of groups once."""
     eval_every: Annotated[int, Ge(1)] = 20
-    """Steps between evaluations. Step 0 (the untrained policy) and the end are always evaluated."""
+    """Steps between evaluations. Step 0 (the untrained policy) and the end are always evaluated.
+    Raise it when time/eval is a large part of the run."""
     eval_samples: Annotated[int, Ge(0)] = 0
-    """Sampled answers to each evaluation task, for avg@k and pass@k besides the greedy mean."""
+    """Sampled answers to each evaluation task, for avg@k and pass@k besides the greedy mean.
+    Raise it when eval/<env>/ci95 is wider than what is to be told apart."""
     seed: int = 1
     """Data order, sampling and minibatches."""
     # rollout
@@ -93,7 +95,8 @@ class Args:
     group_size: int = 8
     """Rollouts of one prompt (G). Raise it when reward/zero_std_group_frac is high: of more, some differ."""
     temperature: Annotated[float, Gt(0), Lt(float("inf"))] = 1.0
-    """Sampling temperature; the trainer's log-probs use the same."""
+    """Sampling temperature; the trainer's log-probs use the same.
+    Raise it when the answers to a prompt are all alike, lower it when few of them make sense."""
     max_new_tokens: Annotated[int, Ge(1)] = 16
     """Longest answer of one turn in tokens. Raise it when rollout/truncated_frac stays high."""
     # asynchrony
@@ -116,15 +119,16 @@ class Args:
     """in one update."""
     # optimizer (AdamW)
     lr: Annotated[float | None, Ge(0)] = None
-    """Peak learning rate. Default: 1e-3 for tiny, 1e-6 for every other model."""
+    """Peak learning rate. Default: 1e-3 for tiny, 1e-6 for every other model.
+    Lower it when the reward falls again or loss/entropy falls to 0, raise it when nothing moves."""
     lr_warmup_steps: Annotated[int, Ge(0)] = 5
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up from 0. Raise it when the first steps spoil the policy."""
     lr_end_ratio: Annotated[float, Ge(0)] = 0.0
     """Learning rate at the end over the peak; the decay is linear. 1 keeps it constant."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    """Gradients are scaled down to this global L2 norm."""
+    """Gradients are scaled down to this global L2 norm. Lower it when single steps spoil the policy."""
     # what every algorithm shares
     data: Annotated[EnvFlags, OmitArgPrefixes] = field(default_factory=EnvFlags)
     engine: Annotated[EngineFlags, OmitArgPrefixes] = field(
@@ -191,16 +195,16 @@ CHUNK_BYTES = 128 << 20  # of logits that exist at a time
 
 
 class TopLogprobHead(LogprobHead):
-    """Gives the log-probs of K more tokens at each position as well, those that `top_ids_BSK` names."""
+    """Gives the log-probs of K more tokens at each position as well, whose ids `top_BSK` has."""
 
     top_ids: torch.Tensor | None = None
 
-    def __call__(self, model, input_ids, targets, temperature, lengths_B=None, top_ids_BSK=None, routes=None):
+    def __call__(self, model, ids_BS, targets_BS, temperature, lengths_B=None, *rest, top_BSK=None, **named):
         """(log-probs, entropies, log-probs of the first, ..., of the K-th token), all [B, S]."""
-        if top_ids_BSK is not None:
-            index = pack(model, input_ids, lengths_B).index  # of the tokens that the model gets
-            self.top_ids = top_ids_BSK if index is None else top_ids_BSK.flatten(0, 1)[index][None]
-        values = super().__call__(model, input_ids, targets, temperature, lengths_B, routes)
+        if top_BSK is not None:
+            index = pack(model, ids_BS, lengths_B).index  # of the tokens that the model gets
+            self.top_ids = top_BSK if index is None else top_BSK.flatten(0, 1)[index][None]
+        values = super().__call__(model, ids_BS, targets_BS, temperature, lengths_B, *rest, **named)
         self.top_ids = None
         return values
 
@@ -344,9 +348,9 @@ class Trainer:
     def logprobs(self, batch: dict, top_ids_BSK) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-prob of each token given those before it, the entropy there, and the log-probs of the engine's
         likeliest tokens: [B, S] and [B, S, K]; s is token s + 1."""
-        ids_BT, lengths, routes = batch["token_ids"].long(), batch["lengths"] - 1, batch.get("routed_experts")
-        inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, lengths, top_ids_BSK, routes)
-        logprobs_BS, entropy_BS, *top = self.head(self.model, *inputs)
+        ids_BT, rest = batch["token_ids"].long(), map(batch.get, ("routed_experts", "images"))
+        inputs = (ids_BT[:, :-1], ids_BT[:, 1:], self.args.temperature, batch["lengths"] - 1, *rest)
+        logprobs_BS, entropy_BS, *top = self.head(self.model, *inputs, top_BSK=top_ids_BSK)
         return logprobs_BS, entropy_BS, torch.stack(top, -1)
 
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
@@ -624,6 +628,7 @@ def main(args: Args) -> None:
 
             # what this step trains
             batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            row["time/straggler_wait"] = run.get(run.queue.straggler_wait.remote())
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             clock.lap("time/trainer_wait")
             dump_rollouts(args.debug.dump_rollouts, step, rollouts)

@@ -86,13 +86,13 @@ class Args:
     lr: Annotated[float | None, Ge(0)] = None
     """Peak learning rate. Default: 2e-3 for tiny, 1e-5 for every other model."""
     lr_warmup_steps: Annotated[int, Ge(0)] = 5
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up from 0. Raise it when the first steps spoil the policy."""
     lr_end_ratio: Annotated[float, Ge(0)] = 0.0
     """Learning rate at the end over the peak; the decay is linear. 1 keeps it constant."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    """Gradients are scaled down to this global L2 norm."""
+    """Gradients are scaled down to this global L2 norm. Lower it when single steps spoil the policy."""
     # what every algorithm shares
     parallel: Annotated[ParallelFlags, OmitArgPrefixes] = field(default_factory=ParallelFlags)
     deadline: Annotated[DeadlineFlags, OmitArgPrefixes] = field(default_factory=DeadlineFlags)
@@ -145,6 +145,11 @@ def as_messages(record) -> list[dict]:
     else:
         keys = f"neither `messages` nor `prompt` and `response` among {sorted(record)}"
         raise ValueError(f"{keys}; add them or rename what is there")
+    parts = [
+        part for message in messages if isinstance(message["content"], list) for part in message["content"]
+    ]
+    if record.get("images") or any(isinstance(part, dict) and part.get("type") == "image" for part in parts):
+        raise ValueError("images are not supported here yet; leave the line out")
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("no turn of the role assistant, so nothing to learn; add one or remove the line")
     return messages

@@ -4,11 +4,13 @@
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.env import Env, Step
 from common.envs.pool import EnvError, is_ids
+from common.images import Picture, expand, pictures_of
 from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
 
 if TYPE_CHECKING:
@@ -22,8 +24,8 @@ def render(tokenizer, messages: list[dict], template_args: dict) -> str:
     )
 
 
-def encode(tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
+def encode(tokenizer, text: str, pictures: Sequence[Picture] = ()) -> list[int]:
+    return expand(tokenizer, tokenizer.encode(text, add_special_tokens=False), pictures)
 
 
 def as_messages(prompt: str | list[dict] | list[int], system_prompt: str | None) -> list[dict]:
@@ -47,38 +49,38 @@ def check_ids(tokenizer, ids: list[int]) -> None:
         raise EnvError("env_error", f"token id {max(ids)}: the tokenizer has {len(tokenizer)}, from 0 on")
 
 
-def read_prompt(
-    tokenizer, prompt: str | list, system_prompt: str | None, template_args: dict
-) -> tuple[list[dict], str, list[int]]:
-    """A prompt as (chat messages, their text in the template, ids); of ids, the ids alone, as they are.
-    Raises EnvError."""
+def read_prompt(tokenizer, prompt: str | list, system_prompt: str | None, template_args: dict) -> tuple:
+    """A prompt as (chat messages, their text in the template, ids, pictures); of ids, the ids alone, as they
+    are. Raises EnvError."""
     messages = as_messages(prompt, system_prompt)
     if not messages:
         check_ids(tokenizer, prompt)
         if system_prompt:
             raise EnvError("bad_prompt", "no --system-prompt can go before a prompt of ids; leave it out")
-        return [], "", prompt
+        return [], "", prompt, []
+    pictures = [picture for message in messages for picture in pictures_of(tokenizer, message["content"])]
     try:
         rendered = render(tokenizer, messages, template_args)
-        return messages, rendered, encode(tokenizer, rendered)
     except Exception as error:  # a template raises what it likes
         raise EnvError("bad_prompt", f"chat template: {type(error).__name__}: {error}") from error
+    return messages, rendered, encode(tokenizer, rendered, pictures), pictures
 
 
 def next_context(
-    tokenizer, rendered: str, action: str, sampled_end: str, full: str
+    tokenizer, rendered: str, action: str, sampled_end: str, full: str, pictures=(), new=()
 ) -> tuple[list[int], bool]:
     """The ids between a turn that was sampled and the next one: the template's delta, or everything after a
     fork.
 
     `rendered` is the conversation up to the turn, `full` the one up to the next turn, both as the template
     has them. `sampled_end` is the end-of-turn token if the policy sampled it: it is not repeated. One that it
-    did not sample is context. Returns (ids, forked): forked where the template rewrote history.
+    did not sample is context. `pictures` are those up to the turn, `new` the ones after it. Returns (ids,
+    forked): forked where the template rewrote history. Raises EnvError where it has left out an image.
     """
     if not full.startswith(rendered + action):
-        return encode(tokenizer, full), True
+        return encode(tokenizer, full, [*pictures, *new]), True
     delta = full[len(rendered + action) :]
-    return encode(tokenizer, delta.removeprefix(sampled_end)), False
+    return encode(tokenizer, delta.removeprefix(sampled_end), new), False
 
 
 # --- An agent that is a program of its own
@@ -206,11 +208,7 @@ class Recorder:
                 segments.append(None)
                 self.order.append([])
                 context_ids = [*(turn.parent.ids if turn.parent else []), *context_ids]
-            sampled = turn.completion
-            segments[index] = extend_segment(
-                before, context_ids, sampled.token_ids, sampled.logprobs, sampled.versions,
-                sampled.finish_reason, routes=sampled.routes,
-            )  # fmt: skip
+            segments[index] = extend_segment(before, context_ids, **vars(turn.completion))
             ends[id(turn)] = index
             self.order[index].append(number)
         ranks = sorted(range(len(segments)), key=lambda index: self.order[index][-1])

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from common.images import WITH_BATCH_AXIS
+
 # Before torch 2.13 it takes fewer heads of keys than of queries without being told.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 PACKED = "instar_packed"  # the name under which transformers finds it: config._attn_implementation
@@ -33,10 +35,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, sl
         return packed[None], None
     lengths = ends.diff().tolist()
     documents = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)))
-    each = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        for q, k, v in documents
-    ]
+    how = {"is_causal": True, "scale": scaling, "enable_gqa": True}
+    each = [F.scaled_dot_product_attention(*document, **how) for document in documents]
     return torch.cat(each, dim=1).transpose(0, 1)[None], None
 
 
@@ -70,20 +70,28 @@ class Packed:
         return rows.index_copy(0, self.index, values_1N[0]).unflatten(0, self.shape)
 
 
-def pack(model: torch.nn.Module, ids_BS: torch.Tensor, lengths_B: torch.Tensor | None) -> Packed:
+def image_inputs(model: torch.nn.Module, ids_BS: torch.Tensor, images: dict[str, torch.Tensor]) -> dict:
+    """What the model's forward takes for the images whose ids are in `ids_BS`, in the order of its rows."""
+    if images and model.config.model_type in WITH_BATCH_AXIS:
+        images = {name: value[None] for name, value in images.items()}
+    if images and "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+        images = images | {"mm_token_type_ids": (ids_BS == model.config.image_token_id).int()}
+    return images
+
+
+def pack(model: torch.nn.Module, ids_BS: torch.Tensor, lengths_B: torch.Tensor | None, images=None) -> Packed:
     """Rows of `ids_BS`, of which the first `lengths_B` tokens count (a CPU tensor; default: all), end to end
-    if the model was built to take them so."""
+    if the model was built to take them so. One that takes `images` is not (`checks.check_layout`)."""
     count, width = ids_BS.shape
     lengths_B = torch.full((count,), width) if lengths_B is None else lengths_B
     even = bool((lengths_B == width).all())  # the kernel for that is the faster one
     if model.config._attn_implementation != PACKED or even and not vars(model.config).get("sliding_window"):
-        return Packed({"input_ids": ids_BS}, None, ids_BS.shape)
+        return Packed({"input_ids": ids_BS} | image_inputs(model, ids_BS, images or {}), None, ids_BS.shape)
     positions = torch.arange(width).expand(count, width)
     kept_BS = positions < lengths_B[:, None]
     index = kept_BS.flatten().nonzero().squeeze(-1)
     ends = F.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
     index, positions, ends = (x.to(ids_BS.device) for x in (index, positions[kept_BS][None], ends))
-    sizes = {"max_length_q": int(lengths_B.max()), "max_length_k": int(lengths_B.max())}
-    sizes |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    sizes = {"cu_seq_lens_q": ends, "max_length_q": int(lengths_B.max())}
     inputs = {"input_ids": ids_BS.flatten()[index][None], "position_ids": positions} | sizes
     return Packed(inputs, index, ids_BS.shape)

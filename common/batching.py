@@ -14,7 +14,7 @@ def segment_row(segment: Segment) -> dict:
     or an array [T], is split along with it."""
     routes = [] if segment.routed_experts is None else ["routed_experts"]
     crossed = len(np.unique(segment.versions[segment.action_mask])) > 1
-    names = ["token_ids", "action_mask", "logprobs", *routes]
+    names = ["token_ids", "action_mask", "logprobs", "images", *routes]
     return {name: getattr(segment, name) for name in names} | {"crossed": crossed}
 
 
@@ -25,14 +25,19 @@ def micro_batches(rows: list[dict], flags: ParallelFlags) -> list[list[dict]]:
     A row is a dict of arrays of its length T (`token_ids` and `action_mask` among them) and of plain numbers.
     Returns [rank][micro-batch] -> dict of arrays [B, T] (right-padded with zeros) and [B]. Every rank gets
     the same number, since each one is a collective; a rank without work left gets one whose mask is empty. A
-    single row longer than the bound is a micro-batch of its own. Ranks that share a model get the same.
+    single row longer than the bound is a micro-batch of its own. Ranks that share a model get the same. If
+    one row has `images`, each micro-batch does (for that, one with an empty mask), as its tower's layers are
+    collectives too.
     """
     num_ranks, limit = flags.data_ranks, flags.micro_batch_tokens
     rows = sorted(rows, key=lambda row: -len(row["token_ids"]))
     split = balanced_groups if flags.packing == "on" else padded_groups
     groups = split(rows, num_ranks, limit)
     groups.sort(key=lambda group: -sum(len(row["token_ids"]) for row in group))
-    filler = {**rows[-1], "action_mask": np.zeros_like(rows[-1]["action_mask"])}
+    short_row = ([row for row in rows if row.get("images")] or rows)[-1]
+    filler = {**short_row, "action_mask": np.zeros_like(short_row["action_mask"])}
+    if filler.get("images"):
+        groups = [group if any(row["images"] for row in group) else [*group, filler] for group in groups]
     short = {} if flags.packing == "on" else {"lengths": np.array([1])}  # else it would load experts
     groups += [[filler]] * (-len(groups) % num_ranks)
     # dealt forth and back, so that each rank has large ones and small ones, and as large as the others have
@@ -74,13 +79,15 @@ def balanced_groups(rows: list[dict], num_ranks: int, limit: int) -> list[list[d
 
 def to_device(batch: dict, device: torch.device) -> dict:
     """As tensors. The lengths stay on the CPU: what is packed where is decided there."""
-    cpu = torch.device("cpu")
-    return {k: torch.tensor(v, device=cpu if k == "lengths" else device) for k, v in batch.items()}
+    images = {"images": to_device(batch["images"], device)} if "images" in batch else {}
+    rest = {k: v for k, v in batch.items() if k != "images"}
+    return {k: torch.tensor(v, device="cpu" if k == "lengths" else device) for k, v in rest.items()} | images
 
 
 def collate(rows: list[dict]) -> dict:
     """Arrays padded on the right with zeros to the longest row, [B, T]; plain numbers as [B]. `lengths` [B]
-    are those without the padding. Raises ValueError where rows have different keys."""
+    are those without the padding. `images` are the arrays of all images by name, end to end in the order of
+    the rows. Raises ValueError where rows have different keys."""
     if any(row.keys() != rows[0].keys() for row in rows):
         raise ValueError("some rows have routes and others none: was --router-replay changed with --resume?")
     batch = {"lengths": np.array([len(row["token_ids"]) for row in rows])}
@@ -89,5 +96,9 @@ def collate(rows: list[dict]) -> dict:
         values = [row[key] for row in rows]
         if isinstance(values[0], np.ndarray):
             values = [np.pad(v, [(0, width - len(v))] + [(0, 0)] * (v.ndim - 1)) for v in values]
-        batch[key] = np.array(values)
+        batch[key] = end_to_end(sum(values, [])) if key == "images" else np.array(values)
     return batch
+
+
+def end_to_end(images: list[dict]) -> dict:
+    return {name: np.concatenate([image[name] for image in images]) for name in (images or [{}])[0]}

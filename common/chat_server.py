@@ -181,7 +181,7 @@ class Session:
         try:
             await asyncio.wait([task, self.failed], return_when=asyncio.FIRST_COMPLETED)
             if self.failed.done():
-                raise self.failed.exception()
+                raise self.failed.exception()  # ty: ignore[invalid-raise]
             return await task
         finally:
             if not task.done():

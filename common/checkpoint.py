@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import CheckpointException, state_dict
 
 from common.checks import FlagError
 from common.debug import dump_rollouts, read_rollouts
+from common.models import auto_class
 from common.refit import checkpoint_tensors, clean, merged
 
 
@@ -101,6 +102,8 @@ def save_model(model: torch.nn.Module, tokenizer, path: Path, rank: int) -> None
         for part in (model.config, getattr(model, "generation_config", None), tokenizer):
             if part is not None:
                 part.save_pretrained(path)
+        for file in Path(tokenizer.name_or_path).glob("*processor_config.json"):  # of a model with images
+            shutil.copy(file, path)
 
 
 def trainer_state(parts: dict) -> dict:
@@ -160,11 +163,9 @@ def load_checkpoint(path: str, parts: dict) -> None:
 
 def load_weights(path: str, model: torch.nn.Module, rank: int) -> None:
     """The weights of a folder in the Hugging Face format. Raises if they are not those of this model."""
-    from transformers import AutoModelForCausalLM
-
     state, fits = {}, [True]
     if rank == 0:
-        other = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        other = auto_class(path).from_pretrained(path, dtype=torch.float32)
         ours, theirs = ({clean(name): p.shape for name, p in m.named_parameters()} for m in (model, other))
         state, fits = other.state_dict(), [ours == theirs]
     dist.broadcast_object_list(fits)

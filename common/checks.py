@@ -23,7 +23,7 @@ from common.agent import ChatAgent, as_messages, read_prompt
 from common.env import EnvFlags
 from common.envs import load_env
 from common.envs.pool import EnvError, Server
-from common.models import load_tokenizer, resolve_model
+from common.models import load_config, load_tokenizer, resolve_model
 
 
 BOUNDS = {Ge: (operator.ge, "at least"), Gt: (operator.gt, "above")}
@@ -214,6 +214,7 @@ def check_lora(flags, save) -> None:
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a mixture of experts
 NO_PACKING = {
+    ("vision_config",): "takes images",
     EXPERTS: "is a mixture of experts",
     ("text_config", "mamba_d_state", "mamba_d_ssm", "conv_L_cache"): "has layers besides attention",
     ("attn_logit_softcapping",): "caps its attention",
@@ -226,10 +227,8 @@ AFTER_HEAD = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcappin
 def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
     """Refuses a model that changes its logits after the head, where log-probs are taken, to spread or replay
     experts that it does not have, and packing where it would mix rows; replaces auto."""
-    from transformers import AutoConfig
-
     check_model(model, flag)
-    config = AutoConfig.from_pretrained(resolve_model(model)).to_dict()
+    config = load_config(resolve_model(model))
     changes = [key for key, neutral in AFTER_HEAD.items() if config.get(key) not in (None, neutral)]
     if changes:
         why = f"it changes its logits after the head ({changes[0]}), which the trainer would leave out"
@@ -238,8 +237,14 @@ def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
     sparse = "is a mixture of experts" in reasons
     if flags.trainer_ep > 1 and not sparse:
         raise FlagError(f"--trainer-ep {flags.trainer_ep}: {model} has no experts; use 1")
-    if flags.lora_rank and sparse:
-        raise FlagError(f"--lora-rank {flags.lora_rank}: {model} has experts, which take no adapters; use 0")
+    seeing = "takes images" in reasons
+    if seeing and flags.trainer_tp > 1 or flags.freeze_vision and not seeing:
+        named = f"--trainer-tp {flags.trainer_tp}" if seeing else "--freeze-vision"
+        why = "a vision tower is not split; use 1" if seeing else f"{model} has no vision tower"
+        raise FlagError(f"{named}: {why}")
+    if flags.lora_rank and (sparse or seeing):
+        what = "experts" if sparse else "a vision tower"
+        raise FlagError(f"--lora-rank {flags.lora_rank}: {model} has {what}, which take no adapters; use 0")
     if set(config.get("layer_types") or []) - {"full_attention", "sliding_attention"}:
         reasons.append("has layers besides attention")
     if reasons and flags.packing == "on":
@@ -362,5 +367,5 @@ def check_tasks(model: str, env: str, eval_env: str | None, data, engine, max_ne
         what = "its chat template refuses" if error.__cause__ else "it cannot take"
         what += f" a prompt of --env {env}; change the prompts or the model"
         raise FlagError(f"--model {model}: {what}: {error.__cause__ or error}") from error
-    check_context(max(len(ids) for _, _, ids in read), max_new_tokens, engine.max_model_len)
+    check_context(max(len(ids) for _, _, ids, _ in read), max_new_tokens, engine.max_model_len)
     return num_tasks

@@ -67,7 +67,7 @@ def start(num_actors: int, output_dir: str, grace_s: float = 0.0) -> None:
     context = ray.init(runtime_env={"env_vars": env}, **quiet, **local)
     link = Path(output_dir, "logs")
     link.unlink(missing_ok=True)
-    link.symlink_to(Path(context.address_info["session_dir"], "logs"))
+    link.symlink_to(Path(context.address_info["session_dir"], "logs"))  # ty: ignore[missing-attribute]
 
     def on_signal(number: int, frame) -> None:
         signals.append(number)
@@ -156,10 +156,9 @@ class Run(contextlib.AbstractContextManager):
 
     def restore(self, rollouts: list[Rollout]) -> None:
         """Puts the groups of a checkpoint back into the queue, before any engine gets a ticket."""
-        groups = [
-            (ticket, list(group)) for ticket, group in groupby(rollouts, lambda rollout: rollout.ticket)
-        ]
-        self.get([self.queue.restore.remote(ticket, *pack_group(group)[1:]) for ticket, group in groups])
+        groups = groupby(rollouts, lambda rollout: rollout.ticket)
+        packed = [(ticket, pack_group(list(group))[1:]) for ticket, group in groups]
+        self.get([self.queue.restore.remote(ticket, *pieces) for ticket, pieces in packed])
 
     def spawn(self, name: str, actor_class: type, arguments: list[tuple], options: list[dict]) -> list:
         """One actor for each tuple of constructor arguments and dict of Ray's options, called `name`, or
@@ -203,8 +202,7 @@ class Run(contextlib.AbstractContextManager):
         return ray.get(refs)
 
     def _ping(self, but=()) -> dict[ray.ObjectRef, str]:
-        actors = {name: handle for name, handle in self.actors.items() if name not in but}
-        return {handle.__ray_ready__.remote(): name for name, handle in actors.items()}
+        return {self.actors[name].__ray_ready__.remote(): name for name in self.actors if name not in but}
 
     def _queue_state(self) -> str:
         try:
@@ -233,13 +231,13 @@ class Run(contextlib.AbstractContextManager):
             name = handles.get(error.actor_id, what)
             never_started = "creation task" in str(error)
             why = str(error).strip().splitlines()[-1] if never_started else "its process is gone"
-            raise RunError(f"{name} died ({why})") from error
+            raise RunError(f"{name} died ({why})") from error.with_traceback(None)
         except RayTaskError as error:
             cause = error.cause
             last_line = str(cause).strip().splitlines()[-1:] or [""]
             memory = isinstance(cause, MemoryError) or "out of memory" in str(cause).lower()
             why = f"{type(cause).__name__}: {last_line[0]}{OUT_OF_MEMORY if memory else ''}"
-            raise RunError(f"{what}: {why}") from error
+            raise RunError(f"{what}: {why}") from error.with_traceback(None)  # without Ray's own frames
         except RayError as error:  # Ray ended it, or lost its result
             hint = OUT_OF_MEMORY if isinstance(error, OutOfMemoryError) else ""
-            raise RunError(f"{what}: {type(error).__name__}{hint}") from error
+            raise RunError(f"{what}: {type(error).__name__}{hint}") from error.with_traceback(None)

@@ -41,14 +41,14 @@ def build_critic(path: str, device: torch.device, flags: ParallelFlags | None = 
     return put_value_head(build_model(path, device, flags=flags), device)
 
 
-def values(model: torch.nn.Module, ids_BT: torch.Tensor, lengths_B: torch.Tensor | None = None):
+def values(model: torch.nn.Module, ids_BT: torch.Tensor, lengths_B: torch.Tensor | None = None, images=None):
     """The value of the state after each token, [B, T] in fp32. Rows are padded on the right; `lengths_B` are
     their lengths without that, on the CPU.
 
     Token t was sampled in the state after t - 1: [:, :-1] lies beside the log-probs of tokens 1 to T - 1. The
     last column is the state that a cut rollout was left in.
     """
-    packed = pack(model, ids_BT, lengths_B)
+    packed = pack(model, ids_BT, lengths_B, images)
     output = model(**packed.inputs, use_cache=False)
     if not torch.is_grad_enabled():
         reshard(model)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import operator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -54,8 +53,7 @@ def traced(path: str | None):
     if path is None:
         return contextlib.nullcontext()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write = operator.methodcaller("export_chrome_trace", path)
-    return torch.profiler.profile(with_stack=True, on_trace_ready=write)
+    return torch.profiler.profile(with_stack=True, on_trace_ready=lambda done: done.export_chrome_trace(path))
 
 
 def batch_plan(prompts: int, group_size: int, minibatches: int, epochs: int, steps: int, tasks: int) -> str:

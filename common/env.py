@@ -37,6 +37,16 @@ Ids reach the engine and the trainer as they are. A prompt of ids is the whole c
 an observation of ids is everything between two turns: the chat template plays no part any more, so that from
 the first ids on all observations are ids. What the policy sampled, with its end-of-turn token if it got that
 far, is in `action_ids`.
+
+Images, for a model that takes them, are parts of a message's content (`common.envs.image_part`), also in
+mid-episode:
+
+        def reset(self, task):
+            content = [image_part(draw(task)), {"type": "text", "text": "How many circles?"}]
+            return [{"role": "user", "content": content}]
+
+        def step(self, action):
+            return Step(reward=0.0, observation=[image_part(self.zoomed), {"type": "text", "text": "Now?"}])
 """
 
 from abc import ABC, abstractmethod
@@ -66,7 +76,8 @@ class EnvFlags:
     chat_template_args: str = "{}"
     """Variables for the chat template as JSON, for example '{"enable_thinking": false}'."""
     env_workers: Annotated[int, Ge(1)] = 4
-    """Processes of an engine that grade single-turn answers; an episode of several turns has its own."""
+    """Processes of an engine that grade single-turn answers; an episode of several turns has its own.
+    Raise it when grading is slow: time/rollout_wait."""
     env_timeout_s: Annotated[float, Gt(0)] = 60.0
     """Seconds that one reset() or step() may take; then its process is killed and the rollout invalid."""
     unsafe_sandbox: bool = False
@@ -75,7 +86,8 @@ class EnvFlags:
 
 @dataclass
 class Step:
-    """What an action brought. An `observation` is the next user turn, or the ids up to the next turn.
+    """What an action brought. An `observation` is the next user turn, as text or as parts of text and images,
+    or the ids up to the next turn.
 
     `terminated` and `truncated` are gymnasium's: either ends the episode, and so does an observation of None.
     A closing observation gets no turn and is not trained on. `max_turns` is a limit that truncates, and so is
@@ -83,7 +95,7 @@ class Step:
     """
 
     reward: float
-    observation: str | list[int] | None = None
+    observation: str | list[dict] | list[int] | None = None
     score: float | None = None  # in [0, 1], for evaluation; None: the episode's reward
     terminated: bool = False  # the episode is over for its own reasons: nothing was to come
     truncated: bool = False  # it ended for a limit: more might have come

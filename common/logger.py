@@ -69,11 +69,15 @@ def _flat(config: dict) -> dict:
     return {k: v for part in (config, *groups) for k, v in part.items() if not isinstance(v, dict)}
 
 
-def _is_score(key: str) -> bool:
-    return key.startswith(("eval/", "eval_end/")) and key.endswith("/mean")
+def scores_by_version(frame):
+    """`eval/<env>/mean` over policy versions, of rows by step. `eval_end` is one version later than its
+    row."""
+    last = frame.filter(regex="^eval_end/.*/mean$")
+    last = last.rename(columns=lambda key: key.replace("_end", "", 1), index=lambda step: step + 1)
+    return frame.filter(regex="^eval/.*/mean$").combine_first(last)
 
 
-class Logger:
+class Logger(contextlib.AbstractContextManager):
     """Use as a context manager around the run: an error that leaves it is named in one line and not hidden.
 
     `config` holds all flags (`dataclasses.asdict(args)`). `headline` are the metrics that each printed line
@@ -103,11 +107,10 @@ class Logger:
         if len(steps) < first_step:  # the run was killed after a step's checkpoint and before its row
             self.rows.append(self._append("metrics.jsonl", {"step": first_step - 1}))
 
-    def __enter__(self) -> "Logger":
-        return self
-
     def __exit__(self, kind, error, traceback) -> None:
-        self.close()
+        self.live.stop()
+        for tracker in self.trackers:
+            tracker.close()
         if error is not None:
             last_line = (str(error).strip().splitlines() or ["(no message)"])[-1]
             self.console.print(f"run ended: {kind.__name__}: {last_line}", style="bold red")
@@ -119,13 +122,13 @@ class Logger:
         versions = {each.name: each.version for each in importlib.metadata.distributions() if each.name}
         versions["python"] = sys.version.split()[0]
         content = {"command": shlex.join(sys.orig_argv), "flags": config, "versions": versions}
-        content = json.loads(json.dumps(content, default=str))
+        text = json.dumps(content, default=str, indent=2, sort_keys=True) + "\n"
         path = self.output_dir / "config.json"
         before = _flat(json.loads(path.read_text())["flags"]) if path.exists() else {}
         partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        partial.write_text(text)
         partial.replace(path)
-        for name, value in _flat(content["flags"]).items():
+        for name, value in _flat(json.loads(text)["flags"]).items():
             if before.get(name, value) != value and name != "resume":
                 self.warn(f"--{name.replace('_', '-')} was {before[name]}, now it is {value}")
 
@@ -149,9 +152,8 @@ class Logger:
         return record
 
     def _set_live(self, text: str) -> None:
-        if self.console.is_terminal:
-            self.live.update(Text(text))
-            self.live.start()
+        self.live.update(Text(text))
+        self.live.start()  # which shows nothing where there is no terminal
 
     def phase(self, text: str) -> None:
         """Says what the run does while there are no steps yet, and how many seconds it took to get there."""
@@ -185,7 +187,7 @@ class Logger:
         scalars = {key: value for key, value in row.items() if isinstance(value, int | float)}
         for tracker in self.trackers:
             tracker.log(step, scalars)
-        scores = {key: value for key, value in row.items() if _is_score(key)}
+        scores = {k: value for k, value in row.items() if k.startswith("eval") and k.endswith("/mean")}
         self.scores |= scores
         recent, left = self.rows[-20:], self.total_steps - step - 1
         spent = sum(each.get(key) or 0 for each in recent for key in ("time/step", "time/eval"))
@@ -208,30 +210,23 @@ class Logger:
         for tracker in self.trackers:
             tracker.log_samples(step, samples)
 
-    def scores_by_version(self) -> dict:
-        """{`eval/<env>/mean`: Series over policy versions}. `eval_end` is one version later than its row."""
-        import pandas
+    def _frame(self):
+        import pandas  # which takes its time: a run needs it at its end
 
-        scores: dict[str, dict[int, float]] = {}
-        for row in self.rows:
-            for key in sorted(key for key in row if _is_score(key) and row[key] is not None):
-                version = row["step"] + key.startswith("eval_end/")
-                scores.setdefault(key.replace("eval_end/", "eval/", 1), {})[version] = row[key]
-        return {key: pandas.Series(by_version) for key, by_version in scores.items()}
+        return pandas.DataFrame(self.rows).set_index("step")
 
     def summary(self, extra: dict) -> None:
         """Prints the run's result with `extra`, writes it to summary.json and draws curve.png."""
         self.live.stop()
         result: dict = {"steps": len(self.rows)}
         if self.rows:
-            import pandas
-
-            frame = pandas.DataFrame(self.rows)
+            frame = self._frame()
             seconds, headline = frame["time/step"], frame[self.headline[0]].dropna()
             result["train_s"] = seconds.sum()
             if len(headline):
                 result[headline.name] = {"first": headline.iloc[0], "last": headline.iloc[-1]}
-            for key, scores in self.scores_by_version().items():
+            for key, scores in scores_by_version(frame).items():
+                scores = scores.dropna()
                 best = {"best": scores.max(), "best_version": scores.idxmax()}
                 result[key] = {"first": scores.iloc[0]} | best | {"end": scores.iloc[-1]}
             for key in frame.columns.intersection(["time/trainer_wait", "time/refit"]):
@@ -251,14 +246,13 @@ class Logger:
         """Draws curve.png: reward and scores, staleness and shares of the time. Needs two rows or more."""
         if len(self.rows) < 2:
             return
-        import pandas
         from matplotlib.figure import Figure
 
-        frame = pandas.DataFrame(self.rows).set_index("step")
+        frame = self._frame()
         figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
         left, right = figure.subplots(1, 2)
         frame[self.headline[0]].dropna().plot(ax=left, alpha=0.6, linewidth=0.8)
-        for key, curve in (self.scores_by_version() | dict(frame.filter(["loss/eval"]))).items():
+        for key, curve in scores_by_version(frame).combine_first(frame.filter(["loss/eval"])).items():
             curve.dropna().plot(ax=left, marker="o", markersize=4, label=key)
         shares = 100 * frame.filter(["time/train", "time/trainer_wait", "time/refit"])
         shares = shares.div(frame["time/step"], axis=0).rolling(9, min_periods=1, center=True).mean()
@@ -273,10 +267,3 @@ class Logger:
             if ax.get_legend_handles_labels()[0]:
                 ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False)
         figure.savefig(self.output_dir / "curve.png")
-
-    def close(self) -> None:
-        """Ends the live line and closes the trackers. A second call does nothing."""
-        self.live.stop()
-        for tracker in self.trackers:
-            tracker.close()
-        self.trackers = ()

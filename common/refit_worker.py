@@ -5,6 +5,7 @@ tensors. vLLM's layer-wise reload repacks layers through their own hooks. The fi
 sends what the engine loaded from disk, so whatever changes a bit is wrong.
 """
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from common import refit
-from common.refit import Copy, Entry, RefitError, checksum
+from common.refit import Entry, Plan, RefitError, checksum
 
 pack_linear = vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm
 
@@ -63,10 +64,9 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         self.device, sizes = torch.device(self.device), (info.num_trainers, info.num_workers)
         self.wire = refit.Wire(store, rank, *sizes, self.device, info.timeout_s)
         self.mode: str | None = None  # "plan" or "reload", decided by the gate
-        self.plan: dict[str, list[Copy]] = {}
+        self.plan: Plan = {}
         self.places: dict[int, tuple] = {}  # the plan as lists of views, by bucket
         self.received: dict[str, int] = {}  # checksums of tensors, for the reload alone
-        self.report: dict = {}
         self.manager = getattr(self.model, "lora_manager", None)
         self.poisoned = False
 
@@ -79,13 +79,13 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, info: UpdateInfo) -> None:
-        header = self.wire.receive_object()
+        header = self.wire.share()
         start = time.monotonic()
         if header["version"] != info.version:
             raise RefitError(f"expected weights of version {info.version}, got {header['version']}")
         if self.mode is None:
-            self.members = refit.by_bucket([Entry(**entry) for entry in header["entries"]])
-            self.sizes = header["sizes"]
+            self.members = [[Entry(**entry) for entry in members] for members in header["buckets"]]
+            self.sizes = [members[-1].end for members in self.members]
             self.wire.map(self.sizes)
             self._gate()
         else:
@@ -100,7 +100,7 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         for index, bucket in self.wire.receive(self.sizes):
             load(index, bucket)
             hashes.append(refit.hash_words(bucket.view(torch.int32)))
-        sent = self.wire.receive_object()["checksums"]
+        sent = self.wire.share()["checksums"]
         self.wire.finish()
         for members, ours, theirs in zip(self.members, torch.stack(hashes).tolist(), sent, strict=True):
             if ours != theirs:
@@ -144,9 +144,10 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         if self.reloading:
             self._finish_reload()
-        entries = [entry for members in self.members for entry in members]
-        checked = sum(map(self._check_resident, entries)) if self.mode == "reload" else len(entries)
-        self.report |= {"checked_tensors": checked, "tensors": len(entries)}
+            wrong = next((entry.name for entry in self.checked if not self._holds(entry)), None)
+            if wrong:
+                raise RefitError(f"checksum of {wrong}: the engine holds other bits than were sent")
+        self.report |= {"checked_tensors": len(self.checked), "tensors": sum(map(len, self.members))}
         self.poisoned = False
 
     def _finish_reload(self) -> None:
@@ -160,52 +161,43 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
             if kernel is not None:
                 kernel.fused_experts.process_weights_after_loading(module)
 
-    def _check_resident(self, entry: Entry) -> bool:
-        """After a reload: whether this tensor could be read back. Raises RefitError if it has other bits.
-
-        Where a kernel repacked it, it can't be, nor where it is spread over ranks; the probe covers those.
-        """
-        live = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
-        copies = self.plan[entry.name]
+    def _holds(self, entry: Entry) -> bool:
+        """After a reload: whether the places of this tensor hold what was received."""
         held = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=self.device)
-        storages = {copy.destination.untyped_storage().data_ptr() for copy in copies}
-        whole = sum(copy.destination.numel() for copy in copies) == held.numel()
-        if entry.name in self.repacked or not storages <= live or not whole:
-            return False
-        for copy in copies:
+        for copy in self.plan[entry.name]:
             copy.source(held).copy_(copy.destination)
-        if checksum(held) != self.received[entry.name]:
-            raise RefitError(f"checksum of {entry.name}: the engine holds other bits than were sent")
-        return True
+        return checksum(held) == self.received[entry.name]
+
+    def _is_readable(self, entry: Entry, live: set[int]) -> bool:
+        """After the gate's reload, with the storages of the model's parameters: whether this tensor can be
+        read back. Where a kernel repacked it, it can't be, nor where it is spread over ranks; the probe
+        covers those."""
+        places = [copy.destination for copy in self.plan[entry.name]]
+        there = all(place.untyped_storage().data_ptr() in live for place in places)
+        return there and sum(map(torch.numel, places)) == math.prod(entry.shape) and self._holds(entry)
 
     def _gate(self) -> None:
         """Loads the engine's own weights again, twice: learning the plan, then by the plan or else by the
         reload. No bit may change."""
-        parameters = dict(self.model.named_parameters())
         before = self._state_checksums()
         self._receive(self._learn)
-        padding = {
-            f"{name}.weight": module.shard_indices.num_org_elements
-            for name, module in self.model.named_modules()
-            if isinstance(module, VocabParallelEmbedding)
-        }
+        modules = self.model.named_modules()
+        padded = [(name, module) for name, module in modules if isinstance(module, VocabParallelEmbedding)]
+        padding = {f"{name}.weight": module.shard_indices.num_org_elements for name, module in padded}
         slots: dict[str, torch.Tensor] = {}  # of the adapter
         for name, layer in self.manager.modules.items() if self.manager else ():
             slots |= {f"{name} {i}": x for i, x in enumerate(layer.lora_a_stacked + layer.lora_b_stacked)}
-        refit.check_coverage(self.plan, slots or parameters, padding)
-        changed = self._changed(before)
-        storages = {parameters[n].untyped_storage().data_ptr() for n in changed if n in parameters}
-        self.repacked = {
-            name
-            for name, copies in self.plan.items()
-            if any(copy.destination.untyped_storage().data_ptr() in storages for copy in copies)
-        }
-        self.mode = "reload" if changed else "plan"
-        if changed:
+        refit.check_coverage(self.plan, slots or dict(self.model.named_parameters()), padding)
+        self.mode = "reload" if self._changed(before) else "plan"
+        self.checked = [entry for members in self.members for entry in members]
+        if self.mode == "reload":
             initialize_layerwise_reload(self.model)
-        self._receive(self._reload if changed else self._place)
-        if changed:
+            self._receive(self._reload)
             self._finish_reload()
+            live = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+            self.checked = [entry for entry in self.checked if self._is_readable(entry, live)]
+        else:
+            self._receive(self._place)
         if changed := self._changed(before):
             raise RefitError(f"gate: sending the engine its own weights changed {', '.join(changed)}")
 

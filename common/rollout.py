@@ -10,18 +10,22 @@ import numpy as np
 from annotated_types import Ge, Gt, Le
 
 from common.agent import check_ids, next_context, play_agent, read_prompt, render
-from common.envs.pool import EnvError, EnvPool
-from common.sample import RecordError, Rollout, Segment, check_reward, extend_segment
+from common.envs.pool import EnvError, EnvPool, is_ids
+from common.images import collapse, image_token, pictures_of
+from common.sample import RecordError, Rollout, check_reward, extend_segment
 
 
 @dataclass
 class EngineFlags:
     num_engines: Annotated[int, Ge(1)] = 1
-    """vLLM engines, each with its own rollout worker; on GPUs each takes --engine-tp GPUs."""
+    """vLLM engines, each with its own rollout worker; on GPUs each takes --engine-tp GPUs.
+    Raise it when time/trainer_wait is most of time/step."""
     engine_tp: Annotated[int, Ge(1)] = 1
-    """Workers over which vLLM splits the model of one engine (tensor parallelism), each on a GPU."""
+    """Workers over which vLLM splits the model of one engine (tensor parallelism), each on a GPU.
+    Raise it when model and KV cache do not fit one."""
     max_model_len: Annotated[int, Ge(2)] = 512
-    """Longest context of an episode in tokens, prompt and all turns together. More costs KV memory."""
+    """Longest context of an episode in tokens, prompt and all turns together. More costs KV memory.
+    Raise it when rollout/truncated_frac is high though answers are short, or for no_room."""
     max_in_flight: Annotated[int, Ge(1)] = 16
     """Prompt groups that one engine works on at a time. Raise it while the engine waits, with
     --max-staleness."""
@@ -64,6 +68,7 @@ class Engine:
     """vLLM's AsyncLLM with final outputs only. Build it inside a running event loop, then await `start`."""
 
     chat_server = None  # the task that starts it, once a ChatAgent needs it
+    image_token: int | None = None  # the placeholder of a model with a vision tower
 
     def __init__(self, model_path: str, dtype: str, seed: int, flags: EngineFlags, gpus: float, lora_rank=0):
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -81,29 +86,28 @@ class Engine:
         layers = [f"{name}_proj" for name in "q k v qkv o gate up gate_up down".split()]
         lora = {"enable_lora": True, "max_lora_rank": lora_rank, "lora_target_modules": layers}
         kv_cache_gb = flags.kv_cache_gb or (None if gpus else 0.25)
-        self.llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=model_path,
-                dtype=dtype,
-                seed=seed,
-                max_model_len=flags.max_model_len,
-                logprobs_mode="processed_logprobs",
-                max_logprobs=max(20, flags.record_top_k),  # what a ChatAgent may ask for
-                generation_config="vllm",  # a checkpoint's own sampling defaults would change the policy
-                weight_transfer_config=WeightTransferConfig(backend="instar"),
-                worker_extension_cls="common.refit_worker.WorkerExtension",
-                disable_log_stats=True,
-                enable_return_routed_experts=flags.router_replay == "on",
-                tensor_parallel_size=flags.engine_tp,
-                distributed_executor_backend="mp" if flags.engine_tp > 1 else None,
-                kv_cache_memory_bytes=kv_cache_gb and int(kv_cache_gb * 2**30),
-                **(on_gpu if gpus else {"enforce_eager": True}),
-                **(lora if lora_rank else {}),
-            )
+        arguments = AsyncEngineArgs(
+            model=model_path,
+            dtype=dtype,
+            seed=seed,
+            max_model_len=flags.max_model_len,
+            logprobs_mode="processed_logprobs",
+            max_logprobs=max(20, flags.record_top_k),  # what a ChatAgent may ask for
+            generation_config="vllm",  # a checkpoint's own sampling defaults would change the policy
+            weight_transfer_config=WeightTransferConfig(backend="instar"),
+            worker_extension_cls="common.refit_worker.WorkerExtension",
+            disable_log_stats=True,
+            enable_return_routed_experts=flags.router_replay == "on",
+            tensor_parallel_size=flags.engine_tp,
+            distributed_executor_backend="mp" if flags.engine_tp > 1 else None,
+            kv_cache_memory_bytes=kv_cache_gb and int(kv_cache_gb * 2**30),
+            **(on_gpu if gpus else {"enforce_eager": True}),
+            **(lora if lora_rank else {}),
         )
+        self.llm = AsyncLLM.from_engine_args(arguments)
         self.make_sampling, self.final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         self.flags, self.max_model_len = flags, flags.max_model_len
-        self.requests = self.sampled_tokens = 0
+        self.requests, self.sampled_tokens, self.image_token = 0, 0, image_token(model_path)
         # of every request; nothing is read from the path
         self.adapter = {"lora_request": LoRARequest("policy", 1, "sent by refits")} if lora_rank else {}
 
@@ -116,9 +120,9 @@ class Engine:
         await self.generate([stop_token_ids[0]] * 4, n=2, temperature=1.0, max_tokens=4)
         self.sampled_tokens = 0
 
-    async def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, known: int = 0) -> list:
-        """`n` completions of one prompt, without the routes of its first `known` tokens. Every sampling field
-        is sent: vLLM would fill what is missing by itself."""
+    async def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, known=0, pictures=()):
+        """`n` completions of one prompt, without the routes of its first `known` tokens. `pictures` are those
+        of which it has the ids. Every sampling field is sent: vLLM would fill what is missing by itself."""
         completions: list[Completion] = []
         while len(completions) < n:  # once, unless a refit aborts some
             sampling = self.make_sampling(
@@ -128,7 +132,7 @@ class Engine:
                 logprobs=self.flags.record_top_k, flat_logprobs=True, detokenize=False,
                 output_kind=self.final_only, routed_experts_prompt_start=known,
             )  # fmt: skip
-            final = await self._ask(prompt_ids, sampling)
+            final = await self._ask(prompt_ids, sampling, pictures)
             whole = [output for output in final.outputs if output.finish_reason != "abort"]
             completions += [read_completion(output, self.flags.record_top_k) for output in whole]
         self.sampled_tokens += sum(len(completion.token_ids) for completion in completions)
@@ -140,11 +144,17 @@ class Engine:
         final = await self._ask(token_ids, sampling)
         return [position[token].logprob for position, token in zip(final.prompt_logprobs[1:], token_ids[1:])]
 
-    async def _ask(self, prompt_ids: list[int], sampling):
+    async def _ask(self, prompt_ids: list[int], sampling, pictures=()):
         self.requests += 1
         prompt = {"prompt_token_ids": prompt_ids}
+        if pictures:  # vLLM expands placeholders by itself
+            prompt = {"prompt_token_ids": collapse(prompt_ids, pictures, self.image_token)}
+            prompt["multi_modal_data"] = {"image": [picture.image for picture in pictures]}
         async for final in self.llm.generate(prompt, sampling, f"r{self.requests}", **self.adapter):
             pass
+        if pictures and list(final.prompt_token_ids) != list(prompt_ids):
+            sizes = f"{len(final.prompt_token_ids)} prompt tokens, {len(prompt_ids)} by its processor"
+            raise ValueError(f"vLLM expands this model's images in its own way: {sizes}")
         return final
 
     # Weights: the algorithm's file calls these in order.
@@ -199,18 +209,18 @@ def read_completion(output, top_k: int = 0) -> Completion:
 
 
 async def play(
-    engine, tokenizer, messages: list[dict], rendered: str, prompt_ids: list[int], step,
+    engine, tokenizer, messages: list[dict], rendered: str, prompt_ids: list[int], pictures: list, step,
     first: Completion | None, *, rollout: Rollout, max_turns: int, temperature: float, max_new_tokens: int,
     template_args: dict,
 ) -> None:  # fmt: skip
-    """Plays one episode to its end and fills `rollout`. `messages`, `rendered` and `prompt_ids` are the
-    prompt (`read_prompt`); `step` is the environment's; `first` is the first turn if it is sampled already.
+    """Plays one episode to its end and fills `rollout`. `messages`, `rendered`, `prompt_ids` and `pictures`
+    are the prompt (`read_prompt`); `step` is the environment's; `first` is the first turn if it is sampled
+    already. What does not fit is never sampled after: no image is cut.
 
     What the environment does wrong, or a broken record, makes the rollout invalid, with the reason; what the
     engine does is raised.
     """
-    segment: Segment | None = None
-    context = prompt_ids
+    segment, context = None, prompt_ids
     for turn in range(max_turns):
         ids = [*(segment.token_ids.tolist() if segment else []), *context]
         room = min(max_new_tokens, engine.max_model_len - len(ids))
@@ -222,15 +232,16 @@ async def play(
                 rollout.fail("no_room", f"a prompt of {len(ids)} tokens; raise --max-model-len")
             break
         known = max(len(ids) - len(context) - 1, 0)  # tokens that the engine has read before
-        sampled = [first] if turn == 0 and first else await engine.generate(ids, 1, temperature, room, known)
-        completion = sampled[0]
+        asked = (ids, 1, temperature, room, known, pictures)
+        (completion,) = [first] if turn == 0 and first else await engine.generate(*asked)
         try:
-            segment = extend_segment(
-                segment, context, completion.token_ids, completion.logprobs, completion.versions,
-                completion.finish_reason, completion.top_k, completion.routes,
-            )  # fmt: skip
+            segment = extend_segment(segment, context, **vars(completion), pictures=pictures)
         except RecordError as error:
             rollout.fail("bad_record", f"{rollout.rollout_id}: {error}")
+            return
+        held = sum(picture.ids.count(engine.image_token) for picture in pictures)
+        if engine.image_token and (segment.token_ids == engine.image_token).sum() != held:
+            rollout.fail("image_token", "an image's placeholder without an image: sampled, or in a text")
             return
         stopped = completion.finish_reason == "stop"
         action = tokenizer.decode(completion.token_ids[:-1] if stopped else completion.token_ids)
@@ -239,8 +250,9 @@ async def play(
             rollout.rewards.append(check_reward(outcome.reward))
             score = rollout.reward if outcome.score is None else check_reward(outcome.score)
             rollout.info |= {**outcome.info, "score": score}
-            if in_ids := isinstance(outcome.observation, list):
+            if in_ids := is_ids(outcome.observation):
                 check_ids(tokenizer, outcome.observation)
+            new = pictures_of(tokenizer, outcome.observation)
         except RecordError as error:
             rollout.fail("bad_reward", str(error))
         except EnvError as error:
@@ -259,8 +271,8 @@ async def play(
         messages = [*messages, said, {"role": "user", "content": outcome.observation}]
         full = render(tokenizer, messages, template_args)
         sampled_end = tokenizer.decode(completion.token_ids[-1:]) if stopped else ""
-        context, forked = next_context(tokenizer, rendered, action, sampled_end, full)
-        rendered = full
+        context, forked = next_context(tokenizer, rendered, action, sampled_end, full, pictures, new)
+        rendered, pictures = full, [*pictures, *new]
         if forked:
             rollout.segments.append(segment)
             segment = None
@@ -276,14 +288,13 @@ async def rollout_group(
 
     An episode that is not over after `timeout_s` seconds is invalid with the reason "timeout".
     """
+    settings = {"temperature": temperature, "max_new_tokens": max_new_tokens, "template_args": template_args}
     rollouts = [Rollout(f"{ticket}.{g}", f"g{ticket}", ticket, str(index), [], []) for g in range(group_size)]
     over: set[str] = set()
 
     async def finish(rollout: Rollout, prepared: tuple, step, first: Completion | None) -> None:
-        await play(
-            engine, tokenizer, *prepared, step, first, rollout=rollout, max_turns=envs.max_turns,
-            temperature=temperature, max_new_tokens=max_new_tokens, template_args=template_args,
-        )  # fmt: skip
+        how = settings | {"rollout": rollout, "max_turns": envs.max_turns}
+        await play(engine, tokenizer, *prepared, step, first, **how)
         over.add(rollout.rollout_id)
 
     async def single_turn() -> None:
@@ -292,7 +303,7 @@ async def rollout_group(
         room = min(max_new_tokens, engine.max_model_len - len(prepared[2]))
         first = [None] * group_size
         if room > 0:
-            first = await engine.generate(prepared[2], group_size, temperature, room)
+            first = await engine.generate(prepared[2], group_size, temperature, room, pictures=prepared[3])
         step = envs.grader(split, index)
         await asyncio.gather(*(finish(rollouts[g], prepared, step, first[g]) for g in range(group_size)))
 
@@ -302,10 +313,8 @@ async def rollout_group(
             await finish(rollout, prepared, step, None)
 
     async def program(rollout: Rollout) -> None:
-        await play_agent(
-            engine, tokenizer, envs, split, index, rollout, temperature=temperature,
-            max_new_tokens=max_new_tokens, system_prompt=system_prompt, template_args=template_args,
-        )  # fmt: skip
+        how = settings | {"system_prompt": system_prompt}
+        await play_agent(engine, tokenizer, envs, split, index, rollout, **how)
         over.add(rollout.rollout_id)
 
     async def limited(episodes, of: list[Rollout]) -> None:

@@ -80,12 +80,11 @@ class RouterReplay(TorchFunctionMode):
     def metrics(self) -> dict:
         """`moe/*` since the last call as (sum, count), equal on all ranks: a collective. Raises ValueError
         where the replayed experts are far from those that the trainer would choose."""
-        if unseen := self.routers.keys() - self.counts.keys():
-            if self.routes_NLK is not None:
-                why = f"the routers of layers {sorted(unseen)} chose by something else than topk"
-                raise ValueError(f"a {self.config.model_type}: {why}: use --router-replay off")
-            return {}
-        if not self.routers:
+        unseen = self.routers.keys() - self.counts.keys()
+        if unseen and self.routes_NLK is not None:
+            why = f"the routers of layers {sorted(unseen)} chose by something else than topk"
+            raise ValueError(f"a {self.config.model_type}: {why}: use --router-replay off")
+        if unseen or not self.routers:
             return {}
         counts = torch.stack([self.counts[layer] for layer in self.routers])
         dist.all_reduce(counts)

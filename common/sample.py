@@ -26,7 +26,8 @@ class Segment:
     that policy's version. Elsewhere logprobs is 0 and versions -1, and both are unused. With --record-top-k,
     `top_k[t]` has the K likeliest tokens of that policy: ids (exact in fp32 below 2^24) and log-probs. With
     --router-replay, `routed_experts[t]` has the experts that each layer of the engine chose for token t when
-    it first read it; the last token was not read, and has zeros.
+    it first read it; the last token was not read, and has zeros. `images` has the arrays that the model's
+    forward takes for each image, in the order of their placeholders in `token_ids`.
     """
 
     token_ids: np.ndarray  # int32
@@ -37,6 +38,7 @@ class Segment:
     finish_reason: str  # of the last turn: "stop", "length" or "abort"
     top_k: np.ndarray | None = None  # float32 [T, K, 2]
     routed_experts: np.ndarray | None = None  # uint8, or int16 for more than 256 experts, [T, layers, K]
+    images: list[dict[str, np.ndarray]] = field(default_factory=list)
 
     def __post_init__(self):
         length = len(self.token_ids)
@@ -49,6 +51,8 @@ class Segment:
             if len(array) != length:
                 end = min(len(array), length)
                 raise RecordError(f"position {end}: {name} has length {len(array)}, token_ids has {length}")
+        kinds = {"pixel_values": np.float32}  # in a file they are lists
+        self.images = [{k: np.asarray(v, kinds.get(k)) for k, v in image.items()} for image in self.images]
         if self.turn_ends and self.turn_ends[-1] > length:
             raise RecordError(f"turn ends at {self.turn_ends[-1]}, past the {length} tokens")
         sampled = np.flatnonzero(self.action_mask)
@@ -63,10 +67,6 @@ class Segment:
     @property
     def num_actions(self) -> int:
         return int(self.action_mask.sum())
-
-    @property
-    def truncated(self) -> bool:
-        return self.finish_reason == "length"
 
 
 @dataclass
@@ -110,7 +110,8 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        return bool(self.segments) and self.segments[-1].truncated
+        """Whether a limit ended its last turn."""
+        return bool(self.segments) and self.segments[-1].finish_reason == "length"
 
     def lags(self, version: int) -> np.ndarray:
         """How many versions each sampled token is behind `version`, [num_actions].
@@ -120,26 +121,26 @@ class Rollout:
         parts = [segment.versions[segment.action_mask] for segment in self.segments]
         versions = np.concatenate([np.zeros(0, np.int32), *parts])
         if (versions > version).any():
-            newest = f"newest is {version}"
-            raise RecordError(f"{self.rollout_id}: sampled by version {versions.max()}, {newest}")
+            raise RecordError(f"{self.rollout_id}: sampled by version {versions.max()}, newest is {version}")
         return version - versions
 
 
 def extend_segment(
-    segment: Segment | None, context_ids, sampled_ids, logprobs, versions, finish_reason, top_k=None,
-    routes: np.ndarray | None = None,
+    segment: Segment | None, context_ids, token_ids, logprobs, versions, finish_reason, top_k=None,
+    routes: np.ndarray | None = None, pictures=(),
 ) -> Segment:  # fmt: skip
-    """One more turn: `context_ids` (unsampled), then what the engine sampled after them. Returns a new
-    Segment. `routes` are the experts of the tokens that the engine read, or of those from some token on; a
-    token keeps those with which it was read first.
+    """One more turn: `context_ids` (unsampled), then what the engine sampled after them, the fields of a
+    `Completion`. Returns a new Segment. `pictures` are all that it holds then. `routes` are the experts of
+    the tokens that the engine read, or of those from some token on; a token keeps those with which it was
+    read first.
 
     Raises RecordError where the engine's three lists do not describe the same tokens, or a log-prob is
     missing (None); ValueError where the routes leave a gap, which is no one rollout's fault.
     """
     gap = len(context_ids)
     turn = {
-        "token_ids": [*context_ids, *sampled_ids],
-        "action_mask": [False] * gap + [True] * len(sampled_ids),
+        "token_ids": [*context_ids, *token_ids],
+        "action_mask": [False] * gap + [True] * len(token_ids),
         "logprobs": [0.0] * gap + list(logprobs),
         "versions": [-1] * gap + list(versions),
     }
@@ -155,7 +156,8 @@ def extend_segment(
         if not 0 <= known <= len(read):
             raise ValueError(f"experts of {len(routes)} tokens, where {len(read)} to {total - 2} are new")
         turn["routed_experts"] = np.concatenate([read, routes[known:], np.zeros_like(routes[:1])])
-    return Segment(**turn, turn_ends=[*ends, len(turn["token_ids"])], finish_reason=finish_reason)
+    ends = [*ends, len(turn["token_ids"])]
+    return Segment(**turn, turn_ends=ends, finish_reason=finish_reason, images=[p.pixels for p in pictures])
 
 
 def check_reward(value) -> float:

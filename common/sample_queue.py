@@ -128,10 +128,18 @@ class SampleQueue:
         """
         if self.version != step:
             raise RuntimeError(f"step {step} at version {self.version}: a refit is missing")
+        await self._wait_until(lambda: len(self.finished) >= self.groups_per_step)
+        enough = time.monotonic()
         await self._wait_until(self._is_ready)
+        self.straggler_s = time.monotonic() - enough
         self.taken = step, {ticket: self.finished.pop(ticket) for ticket in self._next_batch()}
         drops, self.drops = self.drops, {}
         return list(self.taken[1].items()), drops
+
+    async def straggler_wait(self) -> float:
+        """Seconds that the last batch waited for its slowest group while enough others were finished: what
+        --order ticket costs."""
+        return self.straggler_s
 
     async def set_version(self, version: int) -> None:
         """The engines now hold `version`; admission moves on. A repeat of the same version adds nothing."""

@@ -97,7 +97,7 @@ class Run:
         found: dict = {}
         for row in self.rows:
             for key in row:
-                if re.fullmatch(r"eval(_end)?/.+/mean", key):
+                if key.startswith(("eval/", "eval_end/")) and key.endswith("/mean"):
                     version = row["step"] + key.startswith("eval_end/")
                     found.setdefault(key.replace("eval_end/", "eval/", 1), {})[version] = row[key]
         return found

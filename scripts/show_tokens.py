@@ -28,8 +28,10 @@ from rich.table import Table
 from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from common.attention import image_inputs
+from common.batching import end_to_end
 from common.debug import read_rollouts
-from common.models import load_tokenizer, resolve_model
+from common.models import auto_class, load_tokenizer, resolve_model
 from common.sample import Rollout, Segment
 
 WIDE = 0.5  # nats between engine and trainer, from which a token is shown in red
@@ -124,9 +126,8 @@ def read_tokens(
     """The tokens of each segment of each rollout. `path`: a model for the trainer's log-probs."""
     model, tokenizer = None, load_tokenizer(resolve_model(flags["model"]))
     if path is not None:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(resolve_model(path), dtype=torch.float32)
+        path = resolve_model(path)
+        model = auto_class(path).from_pretrained(path, dtype=torch.float32)
     return [
         [
             read_segment(
@@ -143,7 +144,8 @@ def read_tokens(
 def trainer_logprobs(model, segment: Segment, temperature: float) -> list[float]:
     """Log-probs of all tokens but the first, by a plain forward pass in fp32."""
     ids = torch.tensor(segment.token_ids.astype(np.int64))[None]
-    logits = model(ids[:, :-1]).logits.float() / temperature
+    images = {name: torch.tensor(value) for name, value in end_to_end(segment.images).items()}
+    logits = model(ids[:, :-1], **image_inputs(model, ids[:, :-1], images)).logits.float() / temperature
     return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[0, :, 0].tolist()
 
 

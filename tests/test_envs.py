@@ -144,7 +144,8 @@ def test_jsonl_reads_other_key_names_and_says_them_in_its_errors(tmp_path):
 @pytest.mark.parametrize(
     "further, message",
     [
-        ({"images": ["a.png"]}, "`images` is not supported yet; remove it"),
+        ({"images": "a.png"}, "`images` must be a list of paths or data URLs, not 'a.png'"),
+        ({"images": [3]}, "`images` must be a list of paths or data URLs, not [3]"),
         ({"tools": [{"name": "python"}]}, "`tools` is not supported yet; remove it"),
         ({"source": 3}, "`source` must be a string, not 3"),
         ({"split": "test"}, '`split` must be "train" or "eval", not \'test\''),

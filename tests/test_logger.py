@@ -172,7 +172,6 @@ def test_an_error_is_named_and_not_hidden(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "run ended: RuntimeError:   engine 1 died"
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 2
     assert (tmp_path / "curve.png").stat().st_size > 0 and not (tmp_path / "summary.json").exists()
-    log.close()
 
 
 def test_an_error_before_the_first_step_draws_nothing(tmp_path, capsys):

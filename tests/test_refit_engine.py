@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import common.refit
 from common.checkpoint import save_model
-from common.models import char_tokenizer, make_tiny
+from common.models import auto_class, char_tokenizer, make_tiny
 from common.refit import WeightSender, compare_probe, open_store
 from common.rollout import Engine, EngineFlags
 
@@ -25,7 +24,7 @@ class Link:
     def __init__(self, path: str, timeout_s: float = 60, workers: int = 1, **flags):
         self.workers, self.flags = workers, flags  # of the engine; workers: tensor parallelism
         self.model, self.timeout_s = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+            auto_class(path).from_pretrained(path, dtype=torch.float32),
             timeout_s,
         )
         self.sender = WeightSender(self.model, rank=0, dtype="float32", timeout_s=timeout_s)

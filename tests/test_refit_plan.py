@@ -20,7 +20,6 @@ from common.refit import (
     RefitError,
     WeightSender,
     Wire,
-    by_bucket,
     check_coverage,
     checkpoint_tensors,
     checksum,
@@ -115,8 +114,8 @@ def learned(engine: ToyEngine, tensors=None):
 
 def packed(tensors) -> tuple[list[Entry], torch.Tensor]:
     """The tensors in one bucket."""
-    entries, (size,) = lay_out(tensors, 1 << 20)
-    bucket = torch.zeros(size, dtype=torch.uint8)
+    (entries,) = lay_out(tensors, 1 << 20)
+    bucket = torch.zeros(entries[-1].end, dtype=torch.uint8)
     for entry, (_, tensor) in zip(entries, tensors, strict=True):
         entry.view(bucket).copy_(tensor)
     return entries, bucket
@@ -323,16 +322,17 @@ def test_any_change_or_swap_of_elements_changes_the_checksum(values, dtype, chun
 def test_packing_keeps_every_tensor_apart_aligned_and_whole(shapes, bucket_bytes, half):
     dtype = torch.bfloat16 if half else torch.float32
     tensors = [(f"t{i}", torch.full(shape, float(i), dtype=dtype)) for i, shape in enumerate(shapes)]
-    entries, sizes = lay_out(tensors, bucket_bytes)
-    assert [entry.name for entry in entries] == [name for name, _ in tensors]
+    layout = lay_out(tensors, bucket_bytes)
+    assert [entry.name for members in layout for entry in members] == [name for name, _ in tensors]
+    sizes = [members[-1].end for members in layout]
     buckets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    for entry, (_, tensor) in zip(entries, tensors):
+    placed = [(entry, bucket) for members, bucket in zip(layout, buckets) for entry in members]
+    for (entry, bucket), (_, tensor) in zip(placed, tensors, strict=True):
         assert entry.offset % ALIGNMENT == 0
-        entry.view(buckets[entry.bucket]).copy_(tensor)
-    for entry, (_, tensor) in zip(entries, tensors):  # after all were written: none overwrote another
-        assert torch.equal(entry.view(buckets[entry.bucket]), tensor)
-    counts = [sum(entry.bucket == number for entry in entries) for number in range(len(sizes))]
-    assert all(size <= bucket_bytes or count == 1 for size, count in zip(sizes, counts)) and all(counts)
+        entry.view(bucket).copy_(tensor)
+    for (entry, bucket), (_, tensor) in zip(placed, tensors):  # all are written: none overwrote another
+        assert torch.equal(entry.view(bucket), tensor)
+    assert all(size <= bucket_bytes or len(members) == 1 for size, members in zip(sizes, layout))
 
 
 # --- The wire
@@ -356,17 +356,17 @@ class Receiver:
         self.wire, self.passes = wire, []
 
     def refit(self) -> None:
-        header = self.wire.receive_object()
-        if "entries" in header:  # the gate: two passes
-            self.members = by_bucket([Entry(**entry) for entry in header["entries"]])
-            self.sizes = header["sizes"]
+        header = self.wire.share()
+        if header["buckets"]:  # the gate: two passes
+            self.members = [[Entry(**entry) for entry in members] for members in header["buckets"]]
+            self.sizes = [members[-1].end for members in self.members]
             self.wire.map(self.sizes)
-        for _ in range(2 if "entries" in header else 1):
+        for _ in range(2 if header["buckets"] else 1):
             tensors, hashes = {}, []
             for index, bucket in self.wire.receive(self.sizes):
                 hashes.append(int(hash_words(bucket.view(torch.int32))))
                 tensors |= {entry.name: entry.view(bucket).clone() for entry in self.members[index]}
-            sent_hashes = self.wire.receive_object()["checksums"]
+            sent_hashes = self.wire.share()["checksums"]
             assert sent_hashes == hashes
             self.passes.append((header, hashes, tensors))
 
@@ -452,8 +452,8 @@ class QuietWire:
         for index, size in enumerate(sizes):
             pack(index, self.bucket[:size])
 
-    def send_object(self, value):
-        pass
+    def share(self, value):
+        return value
 
     def finish(self):
         pass
@@ -500,7 +500,7 @@ def test_a_peer_that_never_comes_or_stops_in_the_middle_is_an_error_within_the_d
         sender, _ = two_wires(timeout_s=2)
         sender.allocate(sizes)
         sender.send(sizes, lambda index, bucket: None)
-        sender.receive_object()
+        sender.share({})
     with pytest.raises(RuntimeError):  # and the engine waits for a bucket that never comes
         _, receiver = two_wires(timeout_s=2)
         receiver.allocate(sizes)

@@ -194,7 +194,7 @@ def test_across_refits_each_token_has_the_routes_of_the_weights_that_went_on_fro
 
 
 def test_a_run_replays_and_tells_and_ends_where_routes_belong_to_other_tokens(tmp_path):
-    def grpo(out: str, *flags: str) -> subprocess.CompletedProcess:
+    def grpo(out: str, *flags: str) -> subprocess.Popen:
         command = [
             sys.executable,
             "-m",
@@ -208,24 +208,31 @@ def test_a_run_replays_and_tells_and_ends_where_routes_belong_to_other_tokens(tm
         ]
         command += ["--prompts-per-step", "4", "--group-size", "4", "--eval-every", "5", "--lr", "1e-3"]
         command += ["--output-dir", str(tmp_path / out), *flags]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+        with open(tmp_path / f"{out}.out", "w") as file:
+            return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+
+    def output(out: str) -> str:
+        return (tmp_path / f"{out}.out").read_text()[-6000:]
 
     path, folder = make_tiny(tmp_path / "model", moe="wide", tied=False), tmp_path / "rollouts"
     on = grpo("on", "--router-replay", "on", "--dump-rollouts", str(folder), "--kl-coef", "0.1")
-    assert on.returncode == 0, on.stdout[-3000:] + on.stderr[-3000:]
+    assert on.wait(400) == 0, output("on")
     first = json.loads((tmp_path / "on" / "metrics.jsonl").read_text().splitlines()[0])
     assert 0 < first["moe/load_entropy"] < 1 < first["moe/max_load"] <= 8
     assert first["moe/route_mismatch"] < 1 - SAME and first["mismatch/abs_mean"] < NOISE
     assert first["loss/kl"] < 1e-9, "the reference takes the same routes, so it is the same policy"
-    replayed = ("--replay-rollouts", str(folder))
-    again = grpo("again", *replayed)
-    assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+    other = tmp_path / "other"  # the same rollouts with the routes of other tokens
+    other.mkdir()
     for file in folder.glob("*.jsonl"):
         rollouts = [json.loads(line) for line in file.read_text().splitlines()]
         for segment in (segment for rollout in rollouts for segment in rollout["segments"]):
             routes = np.array(segment["routed_experts"])
             segment["routed_experts"] = ((routes + 5) % 16).tolist()
-        file.write_text("".join(json.dumps(rollout) + "\n" for rollout in rollouts))
-    wrong = grpo("wrong", *replayed)
-    assert wrong.returncode == 1
-    assert "of the replayed experts are not those of the trainer's router" in wrong.stdout + wrong.stderr
+        (other / file.name).write_text("".join(json.dumps(rollout) + "\n" for rollout in rollouts))
+    again, wrong = (
+        grpo("again", "--replay-rollouts", str(folder)),
+        grpo("wrong", "--replay-rollouts", str(other)),
+    )
+    assert again.wait(400) == 0, output("again")
+    assert wrong.wait(400) == 1, output("wrong")
+    assert "of the replayed experts are not those of the trainer's router" in output("wrong")

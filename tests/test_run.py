@@ -165,56 +165,45 @@ def test_a_synchronous_run_on_two_engines_and_two_ranks_is_on_policy_and_writes_
     assert any(not torch.equal(middle[name], end[name]) for name in start)
 
 
-@pytest.mark.parametrize(
-    "module, flags, warmup",
-    [
-        ("algos.flash_reinforce", ("--failure-tokens", "0.5"), 0),
-        ("algos.ppo", ("--critic-warmup-steps", "2"), 2),
-        ("algos.score_centering", ("--group-size", "4", "--refit-mode", "abort"), 0),
-        ("algos.dapo", ("--group-size", "2"), 0),
-        ("algos.distill", ("--group-size", "1", "--teacher", "RANDOM", "--correction", "seq-mask"), 0),
-        (
-            "algos.distill_topk",
-            ("--group-size", "1", "--teacher", "RANDOM", "--teacher-top-k", "5", "--zero", "3"),
-            0,
-        ),
-    ],
-)
-def test_the_other_algorithms_take_their_steps_on_two_ranks(drive, tmp_path, module, flags, warmup):
+OTHERS = {
+    "flash_reinforce": ("--failure-tokens 0.5", "gate/rejected_frac"),
+    "ppo": ("--critic-warmup-steps 2", "value/grad_norm"),
+    "score_centering": ("--group-size 4 --refit-mode abort", "is/top_k_mass"),
+    "dapo": ("--group-size 2", "advantage/abs_mean"),
+    "distill": ("--group-size 1 --teacher RANDOM --correction seq-mask", "loss/teacher_kl"),
+    "distill_topk": ("--group-size 1 --teacher RANDOM --teacher-top-k 5 --zero 3", "teacher/outside_frac"),
+}
+
+
+@pytest.mark.parametrize("pair", [list(OTHERS)[first : first + 2] for first in (0, 2, 4)], ids="+".join)
+def test_the_other_algorithms_take_their_steps_on_two_ranks(drive, tmp_path, pair):
     teacher = make_tiny(tmp_path / "teacher", seed=5)  # random weights
-    run = drive(
-        module, "--model", "tiny", "--env", "reverse", "--max-steps", "4", "--save-every", "2",
-        "--prompts-per-step", "32", "--num-trainers", "2", *(flag.replace("RANDOM", teacher) for flag in flags),
-    )  # fmt: skip
-    assert run.wait_for_end() == 0, run.output()[-4000:]
-    rows = run.read("metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(4))
-    assert all("grad_norm" not in row for row in rows[:warmup])
-    assert all(row["grad_norm"] > 0 for row in rows[warmup:])
-    assert rows[0]["mismatch/abs_mean"] <= 1e-5
-    own = {
-        "flash_reinforce": "gate/rejected_frac",
-        "ppo": "value/grad_norm",
-        "score_centering": "is/top_k_mass",
-        "dapo": "advantage/abs_mean",
-        "distill": "loss/teacher_kl",
-        "distill_topk": "teacher/outside_frac",
-    }
-    for row in rows:
-        value = row[own[module.removeprefix("algos.")]]
-        assert (value >= 0 if module.endswith("reinforce") else value > 0) and row["reward/mean"] > 0
-    start, end = (
-        AutoModelForCausalLM.from_pretrained(path).state_dict()
-        for path in (resolve_model("tiny"), run.output_dir / "checkpoints/step_4")
-    )
-    assert [name for name in start if not torch.equal(start[name], end[name])] == list(start)
-    # the schedule counts the optimizer steps: 5 steps of warm-up, and none for the groups that were dropped
-    assert [row["lr"] for row in rows] == pytest.approx([1e-3 * (s + 1) / 6 * (1 - s / 4) for s in range(4)])
-    if module == "algos.dapo":
-        assert sum(row.get("rollout/dropped/equal_rewards", 0) for row in rows) > 0
-        assert all(row["reward/zero_std_group_frac"] == 0 for row in rows)
-    if "distill" in module:
-        assert 0 < rows[-1]["loss/teacher_kl"] < rows[0]["loss/teacher_kl"]
+    same = "--model tiny --env reverse --max-steps 4 --save-every 2 --prompts-per-step 32 --num-trainers 2"
+    flags = {name: f"{same} {OTHERS[name][0]}".replace("RANDOM", teacher).split() for name in pair}
+    runs = {name: drive(f"algos.{name}", *flags[name]) for name in pair}  # two at the same time
+    for name, run in runs.items():
+        assert run.wait_for_end() == 0, run.output()[-4000:]
+        rows, warmup = run.read("metrics.jsonl"), 2 if name == "ppo" else 0
+        assert [row["step"] for row in rows] == list(range(4))
+        assert all("grad_norm" not in row for row in rows[:warmup])
+        assert all(row["grad_norm"] > 0 for row in rows[warmup:])
+        assert rows[0]["mismatch/abs_mean"] <= 1e-5
+        for row in rows:
+            value = row[OTHERS[name][1]]
+            assert (value >= 0 if name == "flash_reinforce" else value > 0) and row["reward/mean"] > 0
+        start, end = (
+            AutoModelForCausalLM.from_pretrained(path).state_dict()
+            for path in (resolve_model("tiny"), run.output_dir / "checkpoints/step_4")
+        )
+        assert [key for key in start if not torch.equal(start[key], end[key])] == list(start)
+        # the schedule counts the optimizer steps: 5 of warm-up, and none for the groups that were dropped
+        rates = [1e-3 * (s + 1) / 6 * (1 - s / 4) for s in range(4)]
+        assert [row["lr"] for row in rows] == pytest.approx(rates)
+        if name == "dapo":
+            assert sum(row.get("rollout/dropped/equal_rewards", 0) for row in rows) > 0
+            assert all(row["reward/zero_std_group_frac"] == 0 for row in rows)
+        if "distill" in name:
+            assert 0 < rows[-1]["loss/teacher_kl"] < rows[0]["loss/teacher_kl"]
 
 
 def test_an_asynchronous_run_in_ticket_order_overlaps_and_trains_the_same_again_until_ctrl_c(drive):
@@ -239,18 +228,19 @@ def test_an_asynchronous_run_in_ticket_order_overlaps_and_trains_the_same_again_
     assert prompts_by_step(again)[:5] == steps[:5]
 
 
-@pytest.mark.parametrize(
-    "title, name",
-    [("VLLM::EngineCore", "engine"), ("ray::RolloutWorker", "engine"), ("ray::Trainer", "trainer")],
-)
-def test_a_killed_process_ends_the_run_at_once_and_its_last_line_names_it(drive, title, name):
-    run = drive("algos.grpo", "--model", "tiny", "--env", "reverse", "--max-steps", "1000")
-    run.wait_for_rows(3)
-    run.kill_one(title)
-    assert run.wait_for_end(TOLD_WITHIN_S) == 1
-    print(run.output())
-    assert name in run.output().splitlines()[-1]
-    assert f"run ended: RunError: {name}" in run.output()
+def test_a_killed_process_ends_the_run_at_once_and_its_last_line_names_it(drive):
+    killed = {"VLLM::EngineCore": "engine", "ray::RolloutWorker": "engine", "ray::Trainer": "trainer"}
+    runs = {
+        title: drive("algos.grpo", *"--model tiny --env reverse --max-steps 100000".split())
+        for title in killed
+    }
+    for title, name in killed.items():  # the three of them start at the same time
+        runs[title].wait_for_rows(3)
+        runs[title].kill_one(title)
+        assert runs[title].wait_for_end(TOLD_WITHIN_S) == 1
+        print(runs[title].output())
+        assert name in runs[title].output().splitlines()[-1]
+        assert f"run ended: RunError: {name}" in runs[title].output()
 
 
 def test_an_error_about_memory_says_which_flag_to_lower(tmp_path):
@@ -287,19 +277,17 @@ def test_a_dead_process_is_named_though_the_error_of_its_peer_comes_first(tmp_pa
             run.get(trainer.send.remote(), "refit to version 1")
 
 
-@pytest.mark.parametrize(
-    "case, rows, message",
-    [
-        ("skip_refits", 2, "step 2 at version 1: a refit is missing"),
-        ("send_stale_weights", 0, "step 0 moved the weights, and its refit sent the same as the last"),
-    ],
-)
-def test_a_refit_that_did_not_happen_ends_the_run(drive, case, rows, message):
-    run = drive("tests.run_cases", case)
-    assert run.wait_for_end() == 1
-    print(run.output())
-    assert message in run.output().splitlines()[-1]
-    assert len(run.read("metrics.jsonl")) == rows
+def test_a_refit_that_did_not_happen_ends_the_run(drive):
+    cases = {
+        "skip_refits": (2, "step 2 at version 1: a refit is missing"),
+        "send_stale_weights": (0, "step 0 moved the weights, and its refit sent the same as the last"),
+    }
+    runs = {case: drive("tests.run_cases", case) for case in cases}  # at the same time
+    for case, (rows, message) in cases.items():
+        assert runs[case].wait_for_end() == 1
+        print(runs[case].output())
+        assert message in runs[case].output().splitlines()[-1]
+        assert len(runs[case].read("metrics.jsonl")) == rows
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_a_sampled_token_without_a_version_is_an_error():
 def test_an_empty_completion_is_legal_and_trains_nothing():
     segment = extend_segment(None, [12, 7], [], [], np.zeros(0, np.int32), "stop")
     assert segment.token_ids.tolist() == [12, 7]
-    assert segment.num_actions == 0 and not segment.truncated
+    assert segment.num_actions == 0 and segment.finish_reason == "stop"
     assert segment.turn_ends == [2]
 
 
@@ -71,7 +71,7 @@ def test_a_second_turn_extends_the_row_and_leaves_the_first_record_alone():
     assert second.action_mask.astype(int).tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
     assert second.versions[second.action_mask].tolist() == [0, 0, 1, 1, 2]
     assert second.logprobs[second.action_mask].tolist() == np.float32([-0.5, -1, -0.1, -0.7, -0.2]).tolist()
-    assert second.turn_ends == [7, 11] and second.truncated
+    assert second.turn_ends == [7, 11] and second.finish_reason == "length"
     assert first.token_ids.tolist() == [12, 7, 11, 13, 5, 6, 10] and first.turn_ends == [7]
 
 

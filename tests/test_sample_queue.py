@@ -690,3 +690,19 @@ def test_any_interleaving_keeps_the_bound_and_loses_nothing(order, bound, per_st
         assert sorted(queue.running) == sorted(running) and sorted(queue.finished) == sorted(finished)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("order, waits", [("ticket", True), ("arrival", False)])
+def test_what_a_batch_waits_for_its_slowest_group_is_told(order, waits):
+    async def scenario():
+        queue = await at_version_five(order)
+        await finish(queue, [21, 22, 23, 24], 5)  # four are enough, but 20 is the oldest
+        batch = asyncio.create_task(queue.get(5))
+        await asyncio.sleep(0.05)
+        assert batch.done() != waits
+        await finish(queue, [20], 5)
+        groups, _ = await batch
+        assert [ticket for ticket, _ in groups] == ([20, 21, 22, 23] if waits else [21, 22, 23, 24])
+        assert (await queue.straggler_wait() >= 0.05) == waits
+
+    asyncio.run(scenario())

@@ -155,7 +155,7 @@ def test_the_head_gives_the_logprobs_of_all_that_is_asked_for_in_chunks_and_with
         monkeypatch.setattr(algos.score_centering, "CHUNK_BYTES", chunk_bytes)
         model.zero_grad()
         head = TopLogprobHead(copied := copy.deepcopy(model))
-        logprobs, entropy, *others = head(copied, ids[:, :-1], ids[:, 1:], 0.7, None, top)
+        logprobs, entropy, *others = head(copied, ids[:, :-1], ids[:, 1:], 0.7, top_BSK=top)
         torch.testing.assert_close(logprobs, expected.gather(-1, ids[:, 1:, None])[..., 0])
         torch.testing.assert_close(torch.stack(others, -1), expected.gather(-1, top))
         torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
@@ -175,7 +175,7 @@ def test_packed_rows_have_the_same_logprobs_and_gradients(tmp_path):
             use_packed_attention(model)
         model.zero_grad()
         head = TopLogprobHead(model)
-        values = torch.stack(head(model, ids[:, :-1], ids[:, 1:], 1.0, lengths, top), -1)
+        values = torch.stack(head(model, ids[:, :-1], ids[:, 1:], 1.0, lengths, top_BSK=top), -1)
         (values * kept[..., None]).sum().backward()
         results.append((values[kept], *(parameter.grad.clone() for parameter in model.parameters())))
         head.head.forward = head.plain_forward

@@ -43,18 +43,44 @@ class Oracle:
         return every.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy()
 
 
+@pytest.fixture(scope="module")
+def shared_link(tmp_path_factory):
+    """One engine for all tests that refit it, the weights that it began with, and its event loop."""
+    path = make_tiny(tmp_path_factory.mktemp("engine") / "model")
+    link = Link(path, max_model_len=512, record_top_k=4)
+
+    async def shut_down() -> None:
+        link.engine.llm.shutdown()
+        del link.engine
+
+    with asyncio.Runner() as runner:
+        runner.run(link.join(path))
+        yield link, copy.deepcopy(link.model.state_dict()), runner
+        runner.run(shut_down())
+
+
+@pytest.fixture
+def on_link(shared_link):
+    """on_link(test, refit_mode): runs `test(link)` from version 0 on, which has the weights of the beginning."""
+    link, weights, runner = shared_link
+
+    async def begin(test, refit_mode: str) -> None:
+        link.engine.flags.refit_mode = refit_mode
+        link.model.load_state_dict(weights)
+        await link.refit(0)
+        await test(link)
+
+    return lambda test, refit_mode="keep": runner.run(begin(test, refit_mode))
+
+
 async def refit_and_remember(link: Link, oracle: Oracle, version: int, queue=None) -> None:
     link.perturb(seed=version)
     oracle.models[version] = copy.deepcopy(link.model)
     await link.refit(version, queue)
 
 
-def test_tokens_of_a_request_that_spans_refits_are_those_of_the_versions_they_claim(tmp_path):
-    async def run():
-        path = make_tiny(tmp_path / "model")
-        link = Link(path, max_model_len=256, record_top_k=4)
-        await link.join(path)
-        await link.refit(0)
+def test_tokens_of_a_request_that_spans_refits_are_those_of_the_versions_they_claim(on_link):
+    async def run(link):
         oracle, version, spanning, checked, apart = Oracle(link.model), 0, [], 0, []
         for number in range(20):  # requests long enough for two refits; how many cross both is up to time
             prompts = [prompt_of(8 * number + i) for i in range(8)]
@@ -96,21 +122,17 @@ def test_tokens_of_a_request_that_spans_refits_are_those_of_the_versions_they_cl
         assert (
             segment.top_k.shape == (len(segment.token_ids), 4, 2) and not segment.top_k[: len(prompt)].any()
         )
-        link.engine.llm.shutdown()
 
-    asyncio.run(run())
+    on_link(run)
 
 
 GROUPS_PER_STEP, STEPS, SIZE = 10, 50, 2
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_a_thousand_requests_with_refits_at_random_times_lose_and_repeat_nothing(mode, tmp_path):
-    async def run():
-        path, dice = make_tiny(tmp_path / "model"), random.Random(1)
-        link = Link(path, refit_mode=mode)
-        await link.join(path)
-        await link.refit(0)
+def test_a_thousand_requests_with_refits_at_random_times_lose_and_repeat_nothing(mode, on_link):
+    async def run(link):
+        dice = random.Random(1)
         oracle, queue = Oracle(link.model), SampleQueue(GROUPS_PER_STEP, 2, "arrival")
         await queue.set_version(0)
         started: list[int] = []
@@ -155,17 +177,12 @@ def test_a_thousand_requests_with_refits_at_random_times_lose_and_repeat_nothing
             assert crossed == 0, "whole answers are of one version"
         again = link.engine.requests - before - len(started)
         assert again > 0 if mode == "abort" else again == 0
-        link.engine.llm.shutdown()
 
-    asyncio.run(run())
+    on_link(run, mode)
 
 
-def test_a_prompt_is_computed_again_after_a_refit_and_shared_before(tmp_path):
-    async def run():
-        path = make_tiny(tmp_path / "model")
-        link = Link(path, max_model_len=512)
-        await link.join(path)
-        await link.refit(0)
+def test_a_prompt_is_computed_again_after_a_refit_and_shared_before(on_link):
+    async def run(link):
         prompt = [5 + (7 * i) % 90 for i in range(300)]  # more than two blocks of KV
 
         async def cached() -> int:
@@ -177,9 +194,8 @@ def test_a_prompt_is_computed_again_after_a_refit_and_shared_before(tmp_path):
             assert await cached() >= 128
             link.perturb(seed=version)
             await link.refit(version)
-        link.engine.llm.shutdown()
 
-    asyncio.run(run())
+    on_link(run)
 
 
 def test_trainer_and_engine_agree_in_single_precision():

@@ -1,6 +1,8 @@
 """The built-in environments, and how `--env` names them and a user's own."""
 
+import base64
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -10,7 +12,8 @@ from common.env import Env, EnvFlags
 
 
 def load_env(spec: str, flags: EnvFlags | None = None) -> Callable[[], Env]:
-    """`--env` to a function that makes environments: reverse, gym:DATASET, jsonl:FILE, path/to/file.py:Class.
+    """`--env` to a function that makes environments: reverse, shapes, gym:DATASET, jsonl:FILE,
+    path/to/file.py:Class.
 
     Raises ValueError with what is wrong and what would be right.
     """
@@ -22,6 +25,10 @@ def load_env(spec: str, flags: EnvFlags | None = None) -> Callable[[], Env]:
         from common.envs.reverse import Reverse
 
         return Reverse
+    if name == "shapes":
+        from common.envs.shapes import Shapes
+
+        return Shapes
     if name == "gym":
         from common.envs.gym import Gym
 
@@ -31,7 +38,9 @@ def load_env(spec: str, flags: EnvFlags | None = None) -> Callable[[], Env]:
 
         return lambda: Jsonl(argument, flags.prompt_key, flags.answer_key, flags.grader, flags.eval_size)
     if not name.endswith(".py") or not argument:
-        raise ValueError(f"--env {spec}: use reverse, gym:DATASET, jsonl:FILE or path/to/file.py:Class")
+        raise ValueError(
+            f"--env {spec}: use reverse, shapes, gym:DATASET, jsonl:FILE or path/to/file.py:Class"
+        )
     if not Path(name).is_file():
         raise ValueError(f"--env {spec}: there is no file {name}")
     module_spec = importlib.util.spec_from_file_location(f"env_{Path(name).stem}", name)
@@ -41,6 +50,16 @@ def load_env(spec: str, flags: EnvFlags | None = None) -> Callable[[], Env]:
     if not isinstance(getattr(module, argument, None), type):
         raise ValueError(f"--env {spec}: {name} has no class {argument}")
     return getattr(module, argument)
+
+
+def image_part(image) -> dict:
+    """A PIL image, or the bytes of a PNG or JPEG file, as a part of a message's content. The others are
+    {"type": "text", "text": ...}."""
+    if not isinstance(image, bytes):
+        file = io.BytesIO()
+        image.save(file, "png")
+        image = file.getvalue()
+    return {"type": "image", "image": f"data:image/png;base64,{base64.b64encode(image).decode()}"}
 
 
 def env_name(spec: str) -> str:

@@ -3,10 +3,13 @@
     {"prompt": "6 x 7?", "answer": "42"}
 
 `prompt` is a string or a list of chat messages, `answer` a string or a number. Optional: `split` ("train" or
-"eval", on every line or on none) and `source` (a string that stays with the transcripts). Other keys stay in
-the task. The answer is graded as text ("exact") or as mathematics ("math", by math-verify).
+"eval", on every line or on none), `source` (a string that stays with the transcripts), and `images`, a list
+of paths (relative ones start at the file) or data URLs (data:image/png;base64,...). Images go before a prompt
+that is a string; in messages they take the places of the parts {"type": "image"}, in order. Other keys stay
+in the task. The answer is graded as text ("exact") or as mathematics ("math", by math-verify).
 """
 
+import copy
 import json
 import logging
 import random
@@ -16,10 +19,11 @@ import threading
 from pathlib import Path
 
 from common.env import Env, Step
+from common.envs import image_part
 
 GRADERS = ("exact", "math")
 SPLITS = ("train", "eval")
-NOT_YET = ("images", "tools")  # keys of the format that would be ignored in silence
+NOT_YET = ("tools",)  # keys of the format that would be ignored in silence
 MATH_SECONDS = 5  # for reading an answer, and again for comparing it; after that it is wrong
 
 
@@ -73,6 +77,13 @@ def check_record(task, where: str, prompt_key: str, answer_key: str) -> None:
         raise ValueError(f'{where}: `split` must be "train" or "eval", not {task["split"]!r}')
     if not isinstance(task.get("source", ""), str):
         raise ValueError(f"{where}: `source` must be a string, not {task['source']!r}")
+    images = task.get("images") or []
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise ValueError(f"{where}: `images` must be a list of paths or data URLs, not {images!r:.80}")
+    places = image_places(task[prompt_key])
+    if isinstance(task[prompt_key], list) and len(places) != len(images):
+        parts = f'{len(places)} parts {{"type": "image"}} in `{prompt_key}`'
+        raise ValueError(f"{where}: {len(images)} `images` for {parts}; give as many")
     for key in NOT_YET:
         if task.get(key):
             raise ValueError(f"{where}: `{key}` is not supported yet; remove it or leave it empty")
@@ -85,6 +96,17 @@ def is_prompt(value) -> bool:
             isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in value
         )
     return isinstance(value, str)
+
+
+def image_places(prompt) -> list[dict]:
+    """The parts of chat messages that wait for an image out of `images`."""
+    contents = [turn["content"] for turn in prompt if isinstance(prompt, list)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [
+        part
+        for part in parts
+        if isinstance(part, dict) and part.get("type") == "image" and "image" not in part
+    ]
 
 
 def equal_as_text(action: str, answer: str) -> bool:
@@ -188,7 +210,19 @@ class Jsonl(Env):
     def reset(self, task: dict) -> str | list[dict]:
         self.answer = task[self.answer_key]
         self.info = {"source": task["source"]} if "source" in task else {}
-        return task[self.prompt_key]
+        images = [self.read_image(image) for image in task.get("images") or []]
+        prompt = copy.deepcopy(task[self.prompt_key])
+        if images and isinstance(prompt, str):
+            return [{"role": "user", "content": [*images, {"type": "text", "text": prompt}]}]
+        for part, image in zip(image_places(prompt), images, strict=True):
+            part |= image
+        return prompt
+
+    def read_image(self, image: str) -> dict:
+        """A path or a data URL as a part of a message's content."""
+        if image.startswith("data:"):
+            return {"type": "image", "image": image}
+        return image_part((self.path.parent / image).read_bytes())
 
     def step(self, action: str) -> Step:
         """1 for the right answer, else 0; the score is the same."""

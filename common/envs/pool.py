@@ -25,7 +25,7 @@ from dataclasses import asdict
 from numbers import Integral
 from pathlib import Path
 
-from common.env import Env, EnvFlags, Step
+from common.env import EnvFlags, Step
 from common.envs import load_env
 
 LINE_BYTES = 256 << 20  # longest message
@@ -250,7 +250,7 @@ async def within(awaitable):
 class Server:
     """What a worker does on request: one environment at a time."""
 
-    def __init__(self, make_env: Callable[[], Env], tasks: dict):
+    def __init__(self, make_env: Callable, tasks: dict):  # which makes an Env or a ChatAgent
         self.make_env, self.tasks, self.env = make_env, tasks, None
         self.runner = asyncio.Runner()  # makes its event loop when something is async
 
@@ -280,7 +280,7 @@ class Server:
     def step(self, action: str, ids: list[int]) -> dict:
         self.env.action_ids = ids
         step = self.checked("step", self.value(self.env.step(action)))
-        if self.in_ids and isinstance(step["observation"], str):
+        if self.in_ids and step["observation"] is not None and not is_ids(step["observation"]):
             raise TypeError("step() gave text after token ids: no template can join them; give ids")
         self.in_ids = self.in_ids or is_ids(step["observation"])
         return step
@@ -288,8 +288,11 @@ class Server:
     def checked(self, method: str, step: Step) -> dict:
         if not isinstance(step, Step):
             raise TypeError(f"{method}() returned a {type(step).__name__}, not a Step")
-        if not isinstance(step.observation, str | None) and not is_ids(step.observation):
-            raise TypeError(f"{method}() returned an observation that is no text and no list of token ids")
+        seen = step.observation
+        parts = isinstance(seen, list) and all(isinstance(part, dict) and "type" in part for part in seen)
+        if not isinstance(seen, str | None) and not is_ids(seen) and not parts:
+            what = "no text and no list of token ids, nor of parts of a message"
+            raise TypeError(f"{method}() returned an observation that is {what}")
         if not isinstance(step.info, dict):
             raise TypeError(f"{method}() returned an info that is no dict")
         return {name: getattr(step, name) for name in Step.__dataclass_fields__}

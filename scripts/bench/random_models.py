@@ -23,7 +23,7 @@ EXPERTS = {
     "moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768},
     "moe32": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768},
 }
-TIED = ("0.6b", "1.7b", "4b", "moe")
+TIED = ("0.6b", "1.7b", "4b")  # AutoModel refuses tied mixtures of experts
 
 
 def config_of(name: str):

@@ -58,7 +58,9 @@ def test_a_run_that_loses_an_engine_and_then_a_trainer_trains_every_ticket_once(
     assert tickets == list(range(60 * PROMPTS))
 
 
-def test_a_run_that_is_told_to_end_saves_first_and_goes_on_with_other_ranks(drive, tmp_path):  # noqa: F811
+def test_a_run_that_is_told_to_end_saves_first_goes_on_with_other_ranks_and_ends_at_once_if_told_twice(
+    tmp_path,
+):
     dump = tmp_path / "dump"
     flags = (*TINY, *SIZES, "--dump-rollouts", str(dump), "--output-dir", str(tmp_path / "run"))
     run = Driver(tmp_path / "run", *flags, "--max-steps", "1000", "--num-trainers", "2")
@@ -73,20 +75,19 @@ def test_a_run_that_is_told_to_end_saves_first_and_goes_on_with_other_ranks(driv
     step = int(folder.name.rpartition("_")[2])
     assert step >= 5
 
-    again = Driver(tmp_path / "run", *flags, "--max-steps", str(step + 3), "--resume")
+    # without an end of its own: it is told twice to end, once it has trained three steps more
+    long = ("--max-steps", "100000", "--resume", "--grace-s", "1000")
+    again = Driver(tmp_path / "run", *flags, *long)
     try:
-        assert again.wait_for_end() == 0, again.output()[-4000:]
+        again.wait_for_rows(step + 3)
+        before = sorted((tmp_path / "run" / "checkpoints").iterdir())
+        again.process.send_signal(signal.SIGUSR1)
+        again.process.send_signal(signal.SIGTERM)
+        assert again.wait_for_end(30) in (128 + signal.SIGUSR1, 128 + signal.SIGTERM), again.output()[-4000:]
     finally:
         again.end()
     print(again.output())
+    assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == before == [folder]
+    assert [row["step"] for row in again.read("metrics.jsonl")][: step + 3] == list(range(step + 3))
     tickets = sorted(ticket for batch in trained(dump, step + 3) for ticket in batch)
     assert len(set(tickets)) == len(tickets) == (step + 3) * PROMPTS
-
-
-def test_a_second_signal_ends_it_at_once_and_saves_nothing(drive, tmp_path):  # noqa: F811
-    run = drive(*TINY, *SIZES, "--max-steps", "100000", "--grace-s", "1000")
-    run.wait_for_rows(2)
-    run.process.send_signal(signal.SIGUSR1)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait_for_end(30) in (128 + signal.SIGUSR1, 128 + signal.SIGTERM), run.output()[-4000:]
-    assert not list((tmp_path / "run0").glob("checkpoints/*"))
