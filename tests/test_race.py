@@ -123,6 +123,13 @@ def test_rates_and_times_are_those_of_the_rows(race):
     assert (found["score_start"], found["score"], found["reward"]) == (0.2, 0.97, 0.5)
 
 
+def test_a_threshold_that_was_not_reached_counts_as_later_than_any(race):
+    assert race.spread([3.0, 1.0, 2.0]) == "2.00 (1.00 to 3.00)"
+    assert race.spread([3.0, None, 20.0]) == "20.0 (3.0 to 20.0; 2 of 3 did)"
+    assert race.spread([3.0, None, None]) == "not reached (3.00 to 3.00; 1 of 3 did)"
+    assert race.spread([None]) == "not reached"
+
+
 def test_the_page_has_the_tables_of_the_record(race):
     record = json.loads((ROOT / "docs" / "race.json").read_text())
     assert race.tables(record) in (ROOT / "docs" / "race.md").read_text()
