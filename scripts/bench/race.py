@@ -395,7 +395,7 @@ def tables(record: dict) -> str:
         for name, found in runs.items():
             cells = [spread([r[key] for r in found]) for key in COLUMNS.values()]
             cells += [spread([r["memory"][key] for r in found]) for key in memory]
-            parts.append("| " + " | ".join([name, *cells]) + " |")
+            parts.append("| " + " | ".join([f"{name}, {len(found)} x", *cells]) + " |")
         parts.append("\n" + verdict(runs) + "\n")
     parts += [
         "| | the file to start from | its code lines | with what it imports of its own package |",
@@ -408,7 +408,9 @@ def tables(record: dict) -> str:
 
 
 def verdict(runs: dict[str, list[dict]]) -> str:
-    """Instar's better setting beside the best peer's, by medians: in the rate, and in the time to the threshold."""
+    """Instar's better setting beside the best peer's, by medians: the rate, and the time to the threshold."""
+    most = max(map(len, runs.values()))  # a setting that was only tried has fewer runs
+    runs = {name: found for name, found in runs.items() if len(found) == most}
     rates = {n: statistics.median(r["samples_per_s"] for r in found) for n, found in runs.items()}
     ours, best = (max(names, key=rates.get) for names in sides(rates))
     text = f"Samples/s: {ours} has {rates[ours] / rates[best]:.2f} x those of the best peer ({best})"
