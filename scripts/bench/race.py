@@ -14,6 +14,7 @@ contender's metrics.jsonl, so all are measured alike, with evaluation and loggin
 import argparse
 import ast
 import json
+import math
 import os
 import re
 import signal
@@ -59,6 +60,7 @@ SETTINGS = {
     },
     "tiny uneven": {
         "instar": f"--max-staleness 4 --max-in-flight 80 --env-workers 256 {QUIET}",
+        "instar-near": f"--max-staleness 2 --max-in-flight 48 --env-workers 256 {QUIET}",
         "trl": dict(engine="generate", ahead=0, micro=1),
         "trl-ahead": dict(engine="generate", ahead=3, micro=1),
     },
@@ -122,7 +124,7 @@ def command(job: str, contender: str, seed: int, folder: Path, args) -> list[str
     flags = {name: told[name] for name in ("env", "lr", "lr_warmup_steps", "group_size", "max_new_tokens")}
     flags |= SAME | {"model": model_path(job), "seed": seed, "eval_every": told["eval_every"]}
     steps = args.steps or told["steps"]
-    if contender == "instar":
+    if contender.startswith("instar"):
         flags |= {"prompts_per_step": told["prompts"], "max_steps": steps, "output_dir": folder}
         start, rest = [sys.executable, "-m", "algos.grpo"], (args.instar_flags or own).split()
     else:
@@ -343,14 +345,19 @@ def reading() -> dict:
 
 
 def spread(values: list) -> str:
-    """Median and range of what is there; how many are missing."""
+    """Median and range. What was not reached (None) counts as longer than anything; how many did is said."""
     there = [value for value in values if value is not None]
     if not there:
         return "not reached"
     digits = 0 if max(there) >= 100 else 1 if max(there) >= 10 else 2
-    median, low, high = (f"{f(there):.{digits}f}" for f in (statistics.median, min, max))
-    missing = f"; {len(values) - len(there)} of {len(values)} did not" if len(there) < len(values) else ""
-    return f"{median} ({low} to {high}{missing})"
+    missing = f"; {len(there)} of {len(values)} did" if len(there) < len(values) else ""
+    middle = middle_of(values)
+    shown = "not reached" if middle == math.inf else f"{middle:.{digits}f}"
+    return f"{shown} ({min(there):.{digits}f} to {max(there):.{digits}f}{missing})"
+
+
+def middle_of(values: list) -> float:
+    return statistics.median(math.inf if value is None else value for value in values)
 
 
 def group(results: list[dict], job: str) -> dict[str, list[dict]]:
@@ -388,10 +395,10 @@ def tables(record: dict) -> str:
         for name, found in runs.items():
             cells = [spread([r[key] for r in found]) for key in COLUMNS.values()]
             cells += [spread([r["memory"][key] for r in found]) for key in memory]
-            parts.append("| " + " | ".join([name, *cells]) + " |")
+            parts.append("| " + " | ".join([f"{name}, {len(found)} x", *cells]) + " |")
         parts.append("\n" + verdict(runs) + "\n")
     parts += [
-        "| | the algorithm's file | its code lines | with what it imports of its own package |",
+        "| | the file to start from | its code lines | with what it imports of its own package |",
         "|---|---|---|---|",
     ]
     for name, found in record["reading"].items():
@@ -401,20 +408,24 @@ def tables(record: dict) -> str:
 
 
 def verdict(runs: dict[str, list[dict]]) -> str:
-    """Instar beside the best peer, by medians."""
+    """Instar's better setting beside the best peer's, by medians: the rate, and the time to the threshold."""
+    most = max(map(len, runs.values()))  # a setting that was only tried has fewer runs
+    runs = {name: found for name, found in runs.items() if len(found) == most}
     rates = {n: statistics.median(r["samples_per_s"] for r in found) for n, found in runs.items()}
-    best = max((n for n in rates if n != "instar"), key=rates.get)
-    text = f"Instar has {rates['instar'] / rates[best]:.2f} x the samples/s of the best peer ({best})"
-    hits = {n: [r["threshold_s"] for r in found] for n, found in runs.items()}
-    whole = {n: statistics.median(h) for n, h in hits.items() if None not in h}
-    peers = [n for n in whole if n != "instar"]
-    if "instar" not in whole or not peers:
-        return text + "; not all runs reached the threshold."
-    first = min(peers, key=whole.get)
+    ours, best = (max(names, key=rates.get) for names in sides(rates))
+    text = f"Samples/s: {ours} has {rates[ours] / rates[best]:.2f} x those of the best peer ({best})"
+    times = {n: middle_of([r["threshold_s"] for r in found]) for n, found in runs.items()}
+    ours, first = (min(names, key=times.get) for names in sides(times))
+    if math.inf in (times[ours], times[first]):
+        return text + ". Of a side, most runs did not reach the threshold."
     return (
         text
-        + f", and {whole['instar'] / whole[first]:.2f} x the seconds to the threshold of the first ({first})."
+        + f". Seconds to the threshold: {ours} takes {times[ours] / times[first]:.2f} x those of {first}."
     )
+
+
+def sides(values: dict) -> tuple[list[str], list[str]]:
+    return [n for n in values if n.startswith("instar")], [n for n in values if not n.startswith("instar")]
 
 
 def report(args) -> None:
