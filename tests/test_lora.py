@@ -310,7 +310,8 @@ def test_what_two_ranks_saved_is_a_plain_merged_model_and_one_rank_goes_on_from_
 
 
 def test_a_run_trains_adapters_sends_only_them_and_goes_on_from_its_checkpoint(tmp_path):
-    flags = ("algos.grpo", "--lora-rank", "8", "--num-trainers", "2", "--kl-coef", "0.01", "--output-dir")
+    flags = ("algos.grpo", "--lora-rank", "8", "--num-trainers", "2", "--kl-coef", "0.01")
+    flags += ("--max-staleness", "0", "--output-dir")
     for more in (("--max-steps", "3"), ("--max-steps", "5", "--resume")):
         run = Driver(tmp_path / "run", *flags, str(tmp_path / "run"), *more)
         try:
@@ -320,7 +321,7 @@ def test_a_run_trains_adapters_sends_only_them_and_goes_on_from_its_checkpoint(t
         assert "refit gate passed: 0.0696 MB by plan" in run.output()  # 17,408 factors in fp32
     rows = run.read("metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(5))
-    assert all(row["mismatch/abs_mean"] < 1e-5 for row in (rows[0], rows[3]))  # of the weights that sampled
+    assert all(row["mismatch/abs_mean"] < 1e-5 for row in rows)  # trained by the weights that sampled
     assert all(row["grad_norm"] > 0 for row in rows)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoints/step_5", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
