@@ -4,7 +4,7 @@
     .venv/bin/python scripts/bench/race.py run                `tiny`, both workloads, three seeds, in turns
     .venv/bin/python scripts/bench/race.py report             docs/race.{json,png}, and the tables of race.md
     python scripts/bench/race.py run --model smollm2 --workloads uneven --device cuda --trl-python python3 \
-        --trl-pythonpath /tmp/trl                             on a GPU
+        --trl-pythonpath FOLDER                             on a GPU
 
 What all are told is JOBS, what each is told besides is SETTINGS; docs/race.md explains both. Runs that are
 done are not repeated (runs/race/results). Times are those at which this program sees a step's line in the
@@ -413,7 +413,7 @@ def verdict(runs: dict[str, list[dict]]) -> str:
     runs = {name: found for name, found in runs.items() if len(found) == most}
     rates = {n: statistics.median(r["samples_per_s"] for r in found) for n, found in runs.items()}
     ours, best = (max(names, key=rates.get) for names in sides(rates))
-    text = f"Samples/s: {ours} has {rates[ours] / rates[best]:.2f} x those of the best peer ({best})"
+    text = f"Samples/s: {ours} has {rates[ours] / rates[best]:.2f} x those of the best peer with {most} runs ({best})"
     times = {n: middle_of([r["threshold_s"] for r in found]) for n, found in runs.items()}
     ours, first = (min(names, key=times.get) for names in sides(times))
     if math.inf in (times[ours], times[first]):
