@@ -124,8 +124,9 @@ def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progres
     """
     final, partial = Path(path), Path(f"{path}.partial")
     final.parent.mkdir(parents=True, exist_ok=True)
-    # in fp32: weights, two averages, and the model once more
-    needed = 16 * sum(weight.numel() for model, _ in parts.values() for weight in model.parameters())
+    # in fp32: weights, two averages of those that train, and the model once more
+    weights = [weight for model, _ in parts.values() for weight in model.parameters()]
+    needed = sum(weight.numel() * (16 if weight.requires_grad else 8) for weight in weights)
     if (free := shutil.disk_usage(final.parent).free) < needed:
         raise OSError(f"{needed / 2**30:.3g} GiB are needed, {final.parent} has {free / 2**30:.3g}")
     if rank == 0:
@@ -151,14 +152,22 @@ def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progres
 
 def load_checkpoint(path: str, parts: dict) -> None:
     """Weights and optimizers of `parts` as they were saved, also by another number of ranks."""
-    state = trainer_state(parts)
+    state, folder = trainer_state(parts), Path(path) / "trainer"
+    saved = {
+        key.rpartition(".")[0] for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    }
+    for name, part in state.items():
+        averages = part["optimizer"]["state"]
+        for weight in [each for each in averages if f"{name}.optimizer.state.{each}" not in saved]:
+            del averages[weight]  # one that had no gradient yet, as a tower without images
     try:
-        dcp.load(state, checkpoint_id=Path(path) / "trainer")
+        dcp.load(state, checkpoint_id=folder)
     except CheckpointException as error:  # no Exception, as above
         raise OSError(f"{path} could not be loaded: {error}") from error
     for name, (model, optimizer) in parts.items():
         loaded = {"model_state_dict": state[name]["model"], "optim_state_dict": state[name]["optimizer"]}
-        state_dict.set_state_dict(model, optimizer, **loaded)
+        lenient = state_dict.StateDictOptions(strict=False)  # to those averages: all else has been loaded
+        state_dict.set_state_dict(model, optimizer, **loaded, options=lenient)
 
 
 def load_weights(path: str, model: torch.nn.Module, rank: int) -> None:

@@ -10,7 +10,7 @@ import operator
 import os
 import signal
 import sys
-from dataclasses import astuple, is_dataclass
+from dataclasses import astuple, is_dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn, get_type_hints
@@ -23,7 +23,7 @@ from common.agent import ChatAgent, as_messages, read_prompt
 from common.env import EnvFlags
 from common.envs import load_env
 from common.envs.pool import EnvError, Server
-from common.models import load_config, load_tokenizer, resolve_model
+from common.models import load_config, load_tokenizer, resolve_model, sees
 
 
 BOUNDS = {Ge: (operator.ge, "at least"), Gt: (operator.gt, "above")}
@@ -229,15 +229,17 @@ def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
     experts that it does not have, and packing where it would mix rows; replaces auto."""
     check_model(model, flag)
     config = load_config(resolve_model(model))
+    config = config | (config.get("text_config") or {})
     changes = [key for key, neutral in AFTER_HEAD.items() if config.get(key) not in (None, neutral)]
     if changes:
         why = f"it changes its logits after the head ({changes[0]}), which the trainer would leave out"
         raise FlagError(f"{flag} {model}: {why}; use another model")
     reasons = [why for keys, why in NO_PACKING.items() if any(config.get(key) for key in keys)]
     sparse = "is a mixture of experts" in reasons
-    if flags.trainer_ep > 1 and not sparse:
-        raise FlagError(f"--trainer-ep {flags.trainer_ep}: {model} has no experts; use 1")
     seeing = "takes images" in reasons
+    if flags.trainer_ep > 1 and (seeing or not sparse):
+        why = f"{model} has no experts" if not sparse else "experts beside a vision tower are not built"
+        raise FlagError(f"--trainer-ep {flags.trainer_ep}: {why}; use 1")
     if seeing and flags.trainer_tp > 1 or flags.freeze_vision and not seeing:
         named = f"--trainer-tp {flags.trainer_tp}" if seeing else "--freeze-vision"
         why = "a vision tower is not split; use 1" if seeing else f"{model} has no vision tower"
@@ -252,8 +254,8 @@ def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
     on_gpus = torch.cuda.is_available() or bool(os.environ.get("RAY_ADDRESS"))
     if engine and engine.router_replay == "on":
         plugin = entry_points(group="vllm.general_plugins", name="cpu_routes")
-        if not sparse or flags.compile or not (on_gpus or plugin):
-            why = "needs a mixture of experts without --compile, and GPUs (see scripts/cpu_routes for a CPU)"
+        if not sparse or seeing or flags.compile or not (on_gpus or plugin):
+            why = "needs a text model with experts, no --compile, and GPUs (see scripts/cpu_routes for a CPU)"
             raise FlagError(f"--router-replay on: {why}; use --router-replay off")
     if flags.packing == "auto":
         flags.packing = "on" if on_gpus and not reasons else "off"
@@ -344,8 +346,11 @@ def teacher_path(teacher: str, model: str, parallel) -> str:
     of the model's may be another token or none. It may have more logits: some models pad them."""
     from transformers import AutoConfig
 
-    check_layout(teacher, parallel, flag="--teacher")
+    check_layout(teacher, alone := replace(parallel, lora_rank=0), flag="--teacher")  # it isn't trained
+    parallel.packing = alone.packing
     path, other = resolve_model(teacher), resolve_model(model)
+    if sees(path) != sees(other):
+        raise FlagError(f"--teacher {teacher}: it and --model {model} must both take images, or neither")
     logits, needed = (AutoConfig.from_pretrained(each).get_text_config().vocab_size for each in (path, other))
     if load_tokenizer(path).get_vocab() != load_tokenizer(other).get_vocab() or logits < needed:
         why = f"to it the ids of --model {model} are other tokens, or none"

@@ -16,6 +16,7 @@ from common.envs.pool import EnvError
 from common.models import image_token, load_config, load_processor
 
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # outputs of a processor
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow would start other programs for some
 WITH_BATCH_AXIS = ("idefics3", "smolvlm")  # before that of an image's tiles: model types
 
 
@@ -39,7 +40,7 @@ def read_picture(model_path: str, url: str) -> Picture:
     placeholder = {"text": [processor.tokenizer.convert_ids_to_tokens(token)], "add_special_tokens": False}
     try:
         data = base64.b64decode(url.partition(";base64,")[2], validate=True)
-        image = Image.open(io.BytesIO(data)).convert("RGB")
+        image = Image.open(io.BytesIO(data), formats=FORMATS).convert("RGB")
         made = processor(images=[image], return_tensors="np", **placeholder)
     except Exception as error:  # Pillow and the processor raise what they like
         what = "an image must be data:image/...;base64,..., as common.envs.image_part makes it"
@@ -52,7 +53,8 @@ def read_picture(model_path: str, url: str) -> Picture:
 def pictures_of(tokenizer, content) -> list[Picture]:
     """The images in the content of a message, in order; text and ids have none. Raises EnvError."""
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    return [read_picture(tokenizer.name_or_path, p.get("image")) for p in parts if p.get("type") == "image"]
+    urls = [part.get("image") for part in parts if part.get("type") == "image"]
+    return [read_picture(tokenizer.name_or_path, url if isinstance(url, str) else "") for url in urls]
 
 
 def expand(tokenizer, ids: list[int], pictures: Sequence[Picture]) -> list[int]:

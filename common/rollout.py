@@ -97,6 +97,7 @@ class Engine:
             weight_transfer_config=WeightTransferConfig(backend="instar"),
             worker_extension_cls="common.refit_worker.WorkerExtension",
             disable_log_stats=True,
+            mm_processor_cache_gb=0,  # its two halves would be cleared at different moments of a refit
             enable_return_routed_experts=flags.router_replay == "on",
             tensor_parallel_size=flags.engine_tp,
             distributed_executor_backend="mp" if flags.engine_tp > 1 else None,
@@ -152,6 +153,8 @@ class Engine:
             prompt["multi_modal_data"] = {"image": [picture.image for picture in pictures]}
         async for final in self.llm.generate(prompt, sampling, f"r{self.requests}", **self.adapter):
             pass
+        if any(output.finish_reason == "error" for output in final.outputs):  # else an answer without tokens
+            raise RuntimeError("vLLM ended a request with an error; the engine's log says why")
         if pictures and list(final.prompt_token_ids) != list(prompt_ids):
             sizes = f"{len(final.prompt_token_ids)} prompt tokens, {len(prompt_ids)} by its processor"
             raise ValueError(f"vLLM expands this model's images in its own way: {sizes}")

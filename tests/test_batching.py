@@ -177,3 +177,19 @@ def test_minibatches_are_shuffled_by_seed_and_step():
         return sorted(int(name) for batch in share[0][0] for name in batch["advantage"])
 
     assert first_minibatch(0) == first_minibatch(0) != first_minibatch(1)
+
+
+def test_with_images_rows_without_them_stay_within_the_bound_beside_the_one_that_they_borrow():
+    image = [{"pixel_values": np.zeros((1, 2), np.float32)}]
+    rows = [row(name, 1_000) | {"images": image} for name in range(1, 9)]
+    rows += [row(name, 100) | {"images": []} for name in range(9, 129)]
+    (share,) = micro_batches(rows, flags_for(1, 8_192, packing="off"))
+    assert max(batch["token_ids"].size for batch in share) <= 8_192
+    assert all(len(batch["images"]["pixel_values"]) > 0 for batch in share)
+    named = [
+        int(ids[0])
+        for batch in share
+        for ids, mask in zip(batch["token_ids"], batch["action_mask"])
+        if mask.any()
+    ]
+    assert sorted(named) == list(range(1, 129))

@@ -123,6 +123,27 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_one_that_was_not_interrupte
     assert equal(weights(model), weights(trained[0])), "the two steps moved it"
 
 
+def test_parameters_that_had_no_gradient_yet_are_no_obstacle_and_start_at_zero(world, tiny, tmp_path):
+    """As a vision tower's where no prompt had an image."""
+
+    def fresh() -> tuple:
+        model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+        model.tower = torch.nn.Linear(3, 3)
+        torch.nn.init.ones_(model.tower.weight)
+        return model, adamw(model)
+
+    saved, resumed = fresh(), fresh()
+    train(*saved, range(2))
+    assert saved[0].tower.weight not in saved[1].state
+    load_checkpoint(str(save(tmp_path, 2, saved)), {"policy": resumed})
+    for pair in (saved, resumed):
+        train(*pair, range(2, 4))
+        pair[0].tower.weight.grad = torch.ones(3, 3)  # its first
+        pair[1].step()
+    assert equal(weights(resumed[0]), weights(saved[0])) == []
+    assert resumed[0].tower.weight.max() < 1
+
+
 def test_a_model_that_was_not_stepped_yet_goes_on_as_if_nothing_had_been_saved(world, tiny, tmp_path):
     """As the policy in PPO's warm-up of the critic: gradients are there, averages are not."""
 

@@ -92,7 +92,15 @@ def test_what_is_no_image_and_a_placeholder_without_one_are_refused(path, tmp_pa
     tokenizer = load_tokenizer(path)
     with pytest.raises(EnvError, match="2 placeholders in the text, 1 images"):
         read_prompt(tokenizer, [user(WIDE, {"type": "text", "text": "an <image>"})], None, {})
-    for url in ("/etc/passwd", "data:image/png;base64,@@", "data:image/png;base64,aGVsbG8=", None):
+    unfit = (
+        "/etc/passwd",
+        "data:image/png;base64,@@",
+        "data:image/png;base64,aGVsbG8=",
+        None,
+        {"url": "x"},
+        [1],
+    )
+    for url in unfit:
         with pytest.raises(EnvError, match="an image must be data:image"):
             read_prompt(tokenizer, [user({"type": "image", "image": url})], None, {})
     with pytest.raises(EnvError, match="takes no images"):

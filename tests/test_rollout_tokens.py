@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from algos.grpo import mark_late
 from common.metrics import rollout_metrics
 from common.agent import next_context
-from common.rollout import read_completion, rollout_group, transcript
+from common.rollout import Engine, read_completion, rollout_group, transcript
 from common.sample import Rollout, Segment
 from tests.fakes import (
     PIECES,
@@ -478,3 +479,15 @@ def test_a_transcript_shows_what_was_sampled_also_where_it_came_too_late_to_trai
     mark_late([rollout], 2, 1, "mask")
     assert rollout.num_actions == 2
     assert transcript(rollout, plain_tokenizer(), 0.5) == before
+
+
+def test_a_request_that_the_engine_ended_with_an_error_is_no_answer_without_tokens():
+    class Failing:
+        async def generate(self, *_, **__):
+            output = SimpleNamespace(finish_reason="error", token_ids=[])
+            yield SimpleNamespace(outputs=[output], prompt_token_ids=[1])
+
+    engine = Engine.__new__(Engine)
+    engine.llm, engine.requests, engine.adapter = Failing(), 0, {}
+    with pytest.raises(RuntimeError, match="ended a request with an error"):
+        asyncio.run(engine._ask([1], None))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A vision-language model: Qwen3.5-35B-A3B, two nodes of eight H200s. DOES NOT RUN: --trainer-ep is refused, as
-# experts are looked for only in a configuration without parts; images have run with Idefics3 on a CPU alone.
+# experts beside a vision tower are not built; images have run with Idefics3 on a CPU alone.
 # tests/test_recipes.py asserts that refusal; the layout below is what scripts/plan.py plans.
 #   LAUNCH="python scripts/plan.py" bash scripts/recipes/qwen3.5_35b_vlm.sh  memory and time
 set -euo pipefail

@@ -19,6 +19,8 @@ TINY = (
 )
 PROMPTS, GROUP = 4, 4
 SIZES = ("--prompts-per-step", str(PROMPTS), "--group-size", str(GROUP), "--max-in-flight", "4")
+# a process may die in a refit, which the others notice at its deadline at the latest
+SIZES += ("--refit-timeout-s", "40")
 RESTARTED_WITHIN_S = 120
 
 
