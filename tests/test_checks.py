@@ -327,7 +327,7 @@ def test_router_replay_is_for_mixtures_of_experts_whose_engine_records_them(tmp_
     def check(model: str, asked: str, **flags) -> None:
         checks.check_layout(model, ParallelFlags(**flags), EngineFlags(router_replay=asked))
 
-    said = "--router-replay on: needs a mixture of experts without --compile, and GPUs"
+    said = "--router-replay on: needs a text model with experts, no --compile, and GPUs"
     for plugin in (False, True):
         if plugin:  # what makes vLLM record experts on a CPU
             monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts" / "cpu_routes"))
