@@ -195,9 +195,9 @@ REFUSED = [
     ),
     ("grpo", "--eval-env envs.py:TooLong", "--max-new-tokens 16 + 608 ", "raise --max-model-len to 624"),
     # the model
-    ("grpo", "--model tini", "--model tini: ", "use tiny, tiny-moe, smollm2, a directory that exists, or a Hub id"),
-    ("sft", "--model tini", "--model tini: ", "use tiny, tiny-moe, smollm2, a directory that exists, or a Hub id"),
-    ("grpo", "--model=", "--model : ", "use tiny, tiny-moe, smollm2, a directory that exists, or a Hub id"),
+    ("grpo", "--model tini", "--model tini: ", "use tiny, tiny-moe, tiny-vlm, smollm2, a directory that exists, or a Hub id"),
+    ("sft", "--model tini", "--model tini: ", "use tiny, tiny-moe, tiny-vlm, smollm2, a directory that exists, or a Hub id"),
+    ("grpo", "--model=", "--model : ", "use tiny, tiny-moe, tiny-vlm, smollm2, a directory that exists, or a Hub id"),
     ("grpo", "--model ./models/mine", "--model ./models/mine: ", "a directory that exists"),
     ("grpo", "--model nobody/nothing-1b", "--model nobody/nothing-1b: ", "give the folder of a downloaded model"),
     ("sft", "--model nobody/nothing-1b", "--model nobody/nothing-1b: ", "give the folder of a downloaded model"),
@@ -224,7 +224,7 @@ REFUSED = [
         "lower --max-new-tokens to 4 or raise --max-model-len to 36",
     ),
     # the teacher
-    ("distill", "", "--teacher : ", "use tiny, tiny-moe, smollm2, a directory that exists, or a Hub id"),
+    ("distill", "", "--teacher : ", "use tiny, tiny-moe, tiny-vlm, smollm2, a directory that exists, or a Hub id"),
     ("distill_topk", "--teacher tini", "--teacher tini: ", "use tiny, tiny-moe, smollm2, a directory that exists, or"),
     ("distill", "--teacher nothing", "--teacher nothing: has no config.json; ", "name the folder that has it"),
     (
