@@ -225,7 +225,7 @@ REFUSED = [
     ),
     # the teacher
     ("distill", "", "--teacher : ", "use tiny, tiny-moe, tiny-vlm, smollm2, a directory that exists, or a Hub id"),
-    ("distill_topk", "--teacher tini", "--teacher tini: ", "use tiny, tiny-moe, smollm2, a directory that exists, or"),
+    ("distill_topk", "--teacher tini", "--teacher tini: ", "use tiny, tiny-moe, tiny-vlm, smollm2, a directory that exists, or"),
     ("distill", "--teacher nothing", "--teacher nothing: has no config.json; ", "name the folder that has it"),
     (
         "distill", "--teacher other", "--teacher other: to it the ids of --model tiny are other tokens, or none; ",
@@ -248,8 +248,8 @@ REFUSED = [
     ("grpo", "--chat-template-args nojson", "--chat-template-args nojson: ", "not a JSON object; write one like '{\"key"),
     ("grpo", "--chat-template-args [1]", "--chat-template-args [1]: ", "not a JSON object; write one like '{\"key"),
     # the environment
-    ("grpo", "--env revers", "--env revers: ", "use reverse, gym:DATASET, jsonl:FILE or path/to/"),
-    ("grpo", "--eval-env revers", "--eval-env revers: ", "use reverse, gym:DATASET, jsonl:FILE or path/to"),
+    ("grpo", "--env revers", "--env revers: ", "use reverse, shapes, gym:DATASET, jsonl:FILE or path/to/"),
+    ("grpo", "--eval-env revers", "--eval-env revers: ", "use reverse, shapes, gym:DATASET, jsonl:FILE or path/to"),
     ("grpo", "--env envs.py", "--env envs.py: ", "path/to/file.py:Class"),
     ("grpo", "--env none.py:Good", "--env none.py:Good: ", "there is no file none.py"),
     ("grpo", "--env envs.py:Goood", "--env envs.py:Goood: ", "envs.py has no class Goood"),
