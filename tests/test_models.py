@@ -155,7 +155,7 @@ def test_any_other_model_is_refused_with_flag_value_and_fix(name, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])
     with pytest.raises(ValueError) as error:
         models.resolve_model(name)
-    assert f"--model {name}: use tiny, tiny-moe, smollm2, a directory" in str(error.value)
+    assert f"--model {name}: use tiny, tiny-moe, tiny-vlm, smollm2, a directory" in str(error.value)
 
 
 def test_smollm2_without_its_file_says_how_to_get_it(tmp_path, monkeypatch):
