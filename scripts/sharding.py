@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from algos import grpo
 from common.checks import EXPERTS, refuse
-from common.parallel import CudaIsCpu, ParallelFlags, local
+from common.parallel import CudaIsCpu, ParallelFlags
 from common.refit import RefitError, check_coverage, checkpoint_tensors, learn_plan, weights_of
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 256}
@@ -99,7 +99,7 @@ def shard_bytes(model: torch.nn.Module) -> dict:
     """Parameters in all and on this rank, whether each is sharded and without memory, and fp32 bytes of the
     rank: weights, gradients and Adam's averages."""
     parameters = list(model.parameters())
-    here = sum(local(parameter).numel() for parameter in parameters)
+    here = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     return {
         "parameters": sum(parameter.numel() for parameter in parameters),
         "local": here,
