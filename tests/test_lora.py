@@ -18,7 +18,7 @@ from common.refit import RefitError, adapters_of, checkpoint_tensors, compare_pr
 from common.rollout import Engine, EngineFlags
 from tests.ranks import on_two_ranks
 from tests.test_gradient_parity import step_rows, whole
-from tests.test_refit_engine import PROMPTS, Link, behaviour
+from tests.test_refit_engine import PROMPTS, Link, behaviour, flip_one_bit
 from tests.test_run import Driver
 
 RANK, ALPHA = 8, 16.0
@@ -103,16 +103,6 @@ def test_the_gradient_of_the_factors_is_that_of_the_merged_weights(tmp_path):
                 torch.testing.assert_close(ours, ALPHA / RANK * expected, rtol=1e-3, atol=1e-4)
 
 
-def flip_one_bit(send):
-    def broadcast(group, tensor):
-        if tensor.dtype == torch.uint8 and tensor.numel() > 10_000:  # the bucket of factors, not the header
-            tensor = tensor.clone()
-            tensor[4097] ^= 1
-        return send(group, tensor)
-
-    return broadcast
-
-
 class LoraLink(Link):
     """A trainer's model with adapters, and an engine for them."""
 
@@ -174,7 +164,7 @@ def test_after_every_refit_the_engine_is_the_merged_model_and_only_adapters_trav
             compare_probe(*told, "float32", "engine 0, version 4")
 
         # another bit is wrong on the wire
-        monkeypatch.setattr(common.refit, "broadcast", flip_one_bit(send))
+        monkeypatch.setattr(common.refit, "broadcast", flip_one_bit(send, header_bytes=10_000))
         move_adapters(link.model, seed=5)
         with pytest.raises(Exception, match="checksum of .*other bits than were sent"):
             await link.refit(5)
