@@ -354,8 +354,7 @@ def held_out_loss(run: Run, held_out: list[dict], args: Args) -> float:
 def check_flags(args: Args) -> None:
     """Refuses what cannot work, before anything starts."""
     checks.check_ranges(args)
-    checks.check_parallel(args.parallel)
-    checks.check_lora(args.parallel, args.save)
+    checks.check_parallel(args.parallel, args.save.init_from)
     checks.check_layout(args.model, args.parallel)
     checks.check_files(args.save, args.log)
 

@@ -926,15 +926,15 @@ def test_a_run_that_starts_from_another_takes_its_policy_alone(results):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ({"gamma": 1.01}, "--gamma 1.01: must be at most 1"),
-        ({"gamma": -0.1}, "--gamma -0.1: must be at least 0"),
+        ({"gamma": 1.01}, "--gamma 1.01: must be less than or equal to 1"),
+        ({"gamma": -0.1}, "--gamma -0.1: must be greater than or equal to 0"),
         ({"gamma": NAN}, "--gamma nan: must be"),
-        ({"lam": 1.5}, "--lam 1.5: must be at most 1"),
-        ({"lam": -1.0}, "--lam -1.0: must be at least 0"),
-        ({"critic_warmup_steps": -1}, "--critic-warmup-steps -1: must be at least 0"),
-        ({"critic_lr": -1e-3}, "--critic-lr -0.001: must be at least 0"),
-        ({"value_clip": 0.0}, "--value-clip 0.0: must be above 0"),
-        ({"group_size": 0}, "--group-size 0: must be at least 1"),
+        ({"lam": 1.5}, "--lam 1.5: must be less than or equal to 1"),
+        ({"lam": -1.0}, "--lam -1.0: must be greater than or equal to 0"),
+        ({"critic_warmup_steps": -1}, "--critic-warmup-steps -1: must be greater than or equal to 0"),
+        ({"critic_lr": -1e-3}, "--critic-lr -0.001: must be greater than or equal to 0"),
+        ({"value_clip": 0.0}, "--value-clip 0.0: must be greater than 0"),
+        ({"group_size": 0}, "--group-size 0: must be greater than or equal to 1"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(flags, message):
