@@ -117,9 +117,6 @@ class SampleQueue:
         known = self.finished if self.order == "arrival" else [*self.finished, *self.running, *self.again]
         return sorted(known)[: self.groups_per_step]
 
-    def _is_ready(self) -> bool:
-        return len(self.finished.keys() & set(self._next_batch())) == self.groups_per_step
-
     async def get(self, step: int) -> tuple[list, dict[str, tuple[int, str]]]:
         """The groups that step `step` trains, [(ticket, group)], and the dropped ones since the last call by
         reason: how many, and the last one's detail.
@@ -130,7 +127,7 @@ class SampleQueue:
             raise RuntimeError(f"step {step} at version {self.version}: a refit is missing")
         await self._wait_until(lambda: len(self.finished) >= self.groups_per_step)
         enough = time.monotonic()
-        await self._wait_until(self._is_ready)
+        await self._wait_until(lambda: self.finished.keys() >= set(self._next_batch()))
         self.straggler_s = time.monotonic() - enough
         self.taken = step, {ticket: self.finished.pop(ticket) for ticket in self._next_batch()}
         drops, self.drops = self.drops, {}

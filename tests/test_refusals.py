@@ -162,7 +162,7 @@ REFUSED = [
     ("grpo", "--max-grad-norm 0", "--max-grad-norm 0.0: ", "must be greater than 0"),
     ("grpo", "--clip-low 0", "--clip-low 0.0: ", "must be greater than 0"),
     ("grpo", "--clip-low 1.5", "--clip-low 1.5: ", "must be less than or equal to 1"),
-    ("grpo", "--correction-cap 0.9", "--correction-cap 0.9: ", "must be greater than or equal to 1"),
+    ("grpo", "--correction-cap 0.9", "--correction-cap 0.9: ", "must be at least 1"),
     ("grpo", "--correction icepop --correction-cap 0.9", "--correction-cap 0.9: icepop's ratio", "use 1 or more"),
     ("grpo", "--correction clip --correction-cap 0.9", "--correction-cap 0.9: clip's ratio", "use 1 or more"),
     ("grpo", "--correction seq-mask --correction-cap 0.9", "--correction-cap 0.9: seq-mask's ratio", "use 1 or more"),
