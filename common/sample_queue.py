@@ -43,7 +43,7 @@ class SampleQueue:
     """Tickets out, finished groups in.
 
     `order` "arrival" trains the P oldest finished groups, "ticket" the next P tickets that were not dropped.
-    A resumed run gives the version that it starts with and the `progress()` of the queue before it: tickets
+    A resumed run gives the version that it starts with and the progress of the queue before it: tickets
     that were not trained are handed out again. Nothing is admitted before the first refit.
     """
 
@@ -156,16 +156,13 @@ class SampleQueue:
         oldest = f", the oldest for {max(waited):.0f} s" if waited else ""
         return f"{len(self.running)} groups are running{oldest}; {len(self.finished)} are finished"
 
-    async def progress(self) -> dict:
-        """Where the data stands once the running step is trained, for `SampleQueue(progress=...)`."""
-        again = sorted([*self.running, *self.finished, *self.again])
-        return {"next_ticket": self.next_ticket_number, "again": again}
-
     async def snapshot(self, trained: int) -> tuple[dict, list]:
-        """`progress` when `trained` steps are, also if the newest batch is not; and the finished groups."""
+        """Where the data stands when `trained` steps are, also if the newest batch is not, for
+        `SampleQueue(progress=...)`; and the finished groups."""
         if self.taken[0] >= trained:
             self.finished |= self.taken[1]
-        return await self.progress(), list(self.finished.values())
+        again = sorted([*self.running, *self.finished, *self.again])
+        return {"next_ticket": self.next_ticket_number, "again": again}, list(self.finished.values())
 
     async def restore(self, ticket: int, *pieces) -> None:
         """A finished group of the run before. Where admission would not let it start, it is sampled again."""
