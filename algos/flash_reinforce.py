@@ -653,8 +653,8 @@ def main(args: Args) -> None:
             ticks = [run.ask(run.workers, "stats")]
 
             # what this step trains
-            batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
-            row["time/straggler_wait"] = run.get(run.queue.straggler_wait.remote())
+            taken = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            batch, drops, row["time/straggler_wait"] = taken
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             clock.lap("time/trainer_wait")
             dump_rollouts(args.debug.dump_rollouts, step, rollouts)

@@ -117,9 +117,10 @@ class SampleQueue:
         known = self.finished if self.order == "arrival" else [*self.finished, *self.running, *self.again]
         return sorted(known)[: self.groups_per_step]
 
-    async def get(self, step: int) -> tuple[list, dict[str, tuple[int, str]]]:
-        """The groups that step `step` trains, [(ticket, group)], and the dropped ones since the last call by
-        reason: how many, and the last one's detail.
+    async def get(self, step: int) -> tuple[list, dict[str, tuple[int, str]], float]:
+        """The groups that step `step` trains, [(ticket, group)]; the dropped ones since the last call by
+        reason: how many, and the last one's detail; and the seconds that it waited for its slowest group
+        while enough others were finished: what --order ticket costs.
 
         Raises RuntimeError if the engines do not hold the weights of `step`: a refit is missing.
         """
@@ -128,15 +129,10 @@ class SampleQueue:
         await self._wait_until(lambda: len(self.finished) >= self.groups_per_step)
         enough = time.monotonic()
         await self._wait_until(lambda: self.finished.keys() >= set(self._next_batch()))
-        self.straggler_s = time.monotonic() - enough
+        straggler_s = time.monotonic() - enough
         self.taken = step, {ticket: self.finished.pop(ticket) for ticket in self._next_batch()}
         drops, self.drops = self.drops, {}
-        return list(self.taken[1].items()), drops
-
-    async def straggler_wait(self) -> float:
-        """Seconds that the last batch waited for its slowest group while enough others were finished: what
-        --order ticket costs."""
-        return self.straggler_s
+        return list(self.taken[1].items()), drops, straggler_s
 
     async def set_version(self, version: int) -> None:
         """The engines now hold `version`; admission moves on. A repeat of the same version adds nothing."""

@@ -528,7 +528,7 @@ async def dapo_steps(monkeypatch, script, *, steps, prompts_per_step, in_flight,
     producing, found = asyncio.ensure_future(worker.produce(Direct(queue))), []
     try:
         for step in range(steps):
-            batch, drops = await queue.get(step)
+            batch, drops, _ = await queue.get(step)
             for _, pieces in batch:
                 assert len(unpack_group(pieces)) == 4
             found.append(([ticket for ticket, _ in batch], {key: n for key, (n, _) in drops.items()}))

@@ -148,7 +148,7 @@ def test_a_thousand_requests_with_refits_at_random_times_lose_and_repeat_nothing
         producers = [asyncio.ensure_future(produce()) for _ in range(16)]
         before, trained = link.engine.requests, {}
         for step in range(STEPS):
-            groups, drops = await asyncio.wait_for(queue.get(step), 60)
+            groups, drops, _ = await asyncio.wait_for(queue.get(step), 60)
             assert not drops and not trained.keys() & {ticket for ticket, _ in groups}
             trained |= dict(groups)
             await asyncio.sleep(dice.uniform(0, 0.03))

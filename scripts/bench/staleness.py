@@ -105,7 +105,7 @@ class Bench:
         first, rows, lags, start = self.version, [], [], time.monotonic()
         while time.monotonic() - start < seconds and self.version < first + steps:
             began, step = time.monotonic(), self.version
-            batch, _ = run.get(run.queue.get.remote(step), f"rollouts of step {step}", 120)
+            batch, _, _ = run.get(run.queue.get.remote(step), f"rollouts of step {step}", 120)
             got = time.monotonic()
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             step_lags, _ = grpo.mark_late(rollouts, step, bound, "keep")
