@@ -29,12 +29,6 @@ class FlagError(ValueError):
     """A flag, or a combination of flags, that cannot work. The message says which and what to change."""
 
 
-def refuse_if(wrong, what: str, why: str) -> None:
-    """Raises FlagError where something is wrong: `what`, a flag with its value, and `why`, with the fix."""
-    if wrong:
-        raise FlagError(f"{what}: {why}")
-
-
 def refuse(error: Exception) -> NoReturn:
     """Prints `error` as one line on stderr and exits with code 2."""
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -76,6 +70,12 @@ def run(main, args) -> None:
             lost = error
             args.save.fault_budget, args.save.resume = args.save.fault_budget - 1, True
             print("starting again from the last checkpoint", flush=True)
+
+
+def refuse_if(wrong, what: str, why: str) -> None:
+    """Raises FlagError where something is wrong: `what`, a flag with its value, and `why`, with the fix."""
+    if wrong:
+        raise FlagError(f"{what}: {why}")
 
 
 def check_ranges(args) -> None:
