@@ -3,7 +3,7 @@
     checkpoints/step_40/           config, tokenizer, weights: transformers and vLLM load the folder
     checkpoints/step_40/trainer/   weights and optimizer of every rank (torch.distributed.checkpoint), and the
                                    rollouts that were finished and not trained
-    checkpoints/step_40/progress.json   step, tickets, checksums of trainer/
+    checkpoints/step_40/progress.json   step, steps that made an update, tickets, checksums of trainer/
 
 A folder without the suffix .partial is complete. Only the newest two keep their trainer/.
 """
@@ -150,8 +150,9 @@ def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progres
             shutil.rmtree(older)
 
 
-def load_checkpoint(path: str, parts: dict) -> None:
-    """Weights and optimizers of `parts` as they were saved, also by another number of ranks."""
+def load_checkpoint(path: str, parts: dict) -> int:
+    """Weights and optimizers of `parts` as they were saved, also by another number of ranks. Returns how many
+    steps made an update; of a checkpoint that does not say, all of its steps."""
     state, folder = trainer_state(parts), Path(path) / "trainer"
     saved = {
         key.rpartition(".")[0] for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -168,6 +169,8 @@ def load_checkpoint(path: str, parts: dict) -> None:
         loaded = {"model_state_dict": state[name]["model"], "optim_state_dict": state[name]["optimizer"]}
         lenient = state_dict.StateDictOptions(strict=False)  # to those averages: all else has been loaded
         state_dict.set_state_dict(model, optimizer, **loaded, options=lenient)
+    progress = json.loads((Path(path) / "progress.json").read_text())
+    return progress.get("trained", progress["step"])
 
 
 def load_weights(path: str, model: torch.nn.Module, rank: int) -> None:

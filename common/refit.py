@@ -213,17 +213,15 @@ def check_coverage(plan: Plan, parameters: dict[str, torch.Tensor], padding: dic
     unused = [name for name, copies in plan.items() if not copies]
     if unused:
         raise RefitError(f"the engine has no place for {', '.join(unused)}")
-    by_storage: dict[int, list[Copy]] = {}
-    for copies in plan.values():
-        for copy in copies:
-            by_storage.setdefault(copy.destination.untyped_storage().data_ptr(), []).append(copy)
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for destination in [copy.destination for copies in plan.values() for copy in copies]:
+        by_storage.setdefault(destination.untyped_storage().data_ptr(), []).append(destination)
     wrong = []
     for name, parameter in parameters.items():
         storage = parameter.untyped_storage()
         size = storage.nbytes() // parameter.element_size()
         written = torch.zeros(size, dtype=torch.uint8, device=parameter.device)
-        for copy in by_storage.get(storage.data_ptr(), []):
-            destination = copy.destination
+        for destination in by_storage.get(storage.data_ptr(), []):
             written.as_strided(destination.shape, destination.stride(), destination.storage_offset()).add_(1)
         counts = written.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
         counts = counts[: padding[name]] if name in padding else counts
@@ -236,19 +234,16 @@ def check_coverage(plan: Plan, parameters: dict[str, torch.Tensor], padding: dic
 def copies_of(plan: Plan, entries: list[Entry], bucket: torch.Tensor) -> tuple:
     """The plan for a bucket: (engine tensors, their parts of the bucket, twins), of which the first two are
     lists of equal length. A twin is one more (engine tensor, part) of a part that went elsewhere already."""
-    parameters, parts, twins = [], [], []
+    first, twins = [], []
     for entry in entries:
         tensor = entry.view(bucket)
         taken = torch.zeros_like(tensor, dtype=torch.bool)
         for copy in plan[entry.name]:
             region = taken.as_strided(copy.size, copy.stride, copy.offset)
-            if bool(region.any()):
-                twins.append((copy.destination, copy.source(tensor)))
-            else:
-                parameters.append(copy.destination)
-                parts.append(copy.source(tensor))
+            pairs = twins if bool(region.any()) else first
+            pairs.append((copy.destination, copy.source(tensor)))
             region.fill_(True)
-    return parameters, parts, twins
+    return [parameter for parameter, _ in first], [part for _, part in first], twins
 
 
 def place(parameters: list[torch.Tensor], parts: list[torch.Tensor], twins: list[tuple]) -> list:
