@@ -549,7 +549,7 @@ def start_run(args, log: Logger, worker_class, trainer_class, checkpoint: str | 
     plan = (args.prompts_per_step, args.max_staleness, args.order, progress["step"], progress["queue"])
     (run.queue,) = run.spawn("queue", SampleQueue, [plan], [{"max_concurrency": 10_000}])
     run.restore(progress["rollouts"])
-    log.phase(f"{num_workers} x vLLM ({dtype}), {num_trainers} x FSDP2, {gpus:.3g} GPUs for each")
+    log.phase(f"{num_workers} x vLLM ({dtype}), {num_trainers} x FSDP2, {gpus or 'no':.3} GPU for each")
     engines = list(range(engine.num_engines))
     run.workers = run.spawn("engine", worker_class, [()] * len(engines), engine_gpus)
     ranks = [(args, model_path, rank, gpus > 0) for rank in range(num_trainers)]

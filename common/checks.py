@@ -29,10 +29,10 @@ class FlagError(ValueError):
     """A flag, or a combination of flags, that cannot work. The message says which and what to change."""
 
 
-def refuse(error: Exception) -> NoReturn:
-    """Prints `error` as one line on stderr and exits with code 2."""
+def refuse(error: Exception | str, code: int = 2) -> NoReturn:
+    """Prints `error` as one line on stderr and exits with `code`."""
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
 
 
 def parse(args_class, command_line: list[str] | None = None):
@@ -49,25 +49,23 @@ def parse(args_class, command_line: list[str] | None = None):
 def run(main, args) -> None:
     """`main(args)` as a program: a refused flag is one line and exit code 2, a signal 128 and its number.
 
-    An error in the run has been named by the logger already; the process ends with it, so with exit code 1.
-    A run that lost a process or missed a deadline starts again, --fault-budget times.
+    What else ends a run has been named by the logger: that stays the last line, and the exit code is 1. A run
+    that lost a process or missed a deadline starts again, --fault-budget times.
     """
     from common.cluster import RunError, signals  # it imports this module
 
-    lost = None
+    lost = ""
     while True:
         try:
             return main(args)
-        except FlagError as error:
-            if lost:  # there was nothing to go on from, or too little is left to run on
-                raise lost from error
-            refuse(error)
+        except FlagError as error:  # of a restart: nothing to go on from, or too little is left to run on
+            refuse(f"{error}{lost}", 1 if lost else 2)
         except (KeyboardInterrupt, RunError) as error:
             if signals or isinstance(error, KeyboardInterrupt):
                 sys.exit(128 + (signals or [signal.SIGINT])[0])
             if not args.save.fault_budget:
-                raise
-            lost = error
+                sys.exit(1)
+            lost = f" (to start again after: {error})"
             args.save.fault_budget, args.save.resume = args.save.fault_budget - 1, True
             print("starting again from the last checkpoint", flush=True)
 

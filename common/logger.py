@@ -110,6 +110,7 @@ class Logger(contextlib.AbstractContextManager):
         for tracker in self.trackers:
             tracker.close()
         if error is not None:
+            self.console.print(error.__cause__ or "")  # as another process told it, above the line to read
             last_line = (str(error).strip().splitlines() or ["(no message)"])[-1]
             self.console.print(f"run ended: {kind.__name__}: {last_line}", style="bold red")
             with contextlib.suppress(OSError):  # a full disk must not hide what ended the run

@@ -158,7 +158,8 @@ def advice(row: dict, rollouts: list[Rollout], drops: dict, group_size: int, max
     errors = {r.invalid: r.info["error"] for r in rollouts if r.invalid and "error" in r.info}
     for reason, error in (errors | {reason: detail for reason, (_, detail) in drops.items()}).items():
         last_line = (str(error).strip().splitlines() or ["it says no more"])[-1]
-        found[reason] = f"some rollouts are invalid ({reason}): {last_line}"
+        what = "groups were left out" if reason in drops else "rollouts are invalid"
+        found[reason] = f"some {what} ({reason}): {last_line}"
     equal = row.get("reward/zero_std_group_frac") == 1 or row.get("reward/std") == 0
     if equal and "loss/teacher_kl" not in row:  # a teacher teaches whatever the rewards
         what = f"no two rewards of a baseline differ (mean {row['reward/mean']:.3g}): nothing is learned"

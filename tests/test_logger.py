@@ -32,7 +32,8 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_files_hold_what_was_logged(tmp_path):
+def test_files_hold_what_was_logged(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "algos.grpo", "--system-prompt", "Be brief."])
     folder = tmp_path / "new" / "run"
     sample = {"ticket": 7, "transcript": "a\nb\u2028\U0001f600", "reward": 1.0, "invalid": None}
     with Logger(folder, {"lr": 0.1, "folder": Path("x")}, 3, HEADLINE) as log:
@@ -49,7 +50,7 @@ def test_files_hold_what_was_logged(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     assert config["flags"] == {"folder": "x", "lr": 0.1}
     assert {"python", "torch", "ray"} <= set(config["versions"])
-    assert "pytest" in config["command"]
+    assert config["command"] == "python -m algos.grpo --system-prompt 'Be brief.'"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["eval/toy/mean"] == {"first": 0.25, "best": 0.75, "best_version": 2, "end": 0.5}
     assert summary["reward/mean"] == {"first": 0.0, "last": 0.2} and summary["best_checkpoint"] == "none"
