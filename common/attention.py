@@ -74,7 +74,8 @@ def image_inputs(model: torch.nn.Module, ids_BS: torch.Tensor, images: dict[str,
     """What the model's forward takes for the images whose ids are in `ids_BS`, in the order of its rows."""
     if images and model.config.model_type in WITH_BATCH_AXIS:
         images = {name: value[None] for name, value in images.items()}
-    if images and "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+    takes = inspect.signature(model.forward).parameters
+    if images and ("mm_token_type_ids" in takes or "image_grid_thw" in images):  # AutoModel's hides it
         images = images | {"mm_token_type_ids": (ids_BS == model.config.image_token_id).int()}
     return images
 

@@ -101,7 +101,8 @@ def build_model(
         activation_checkpointing=flags.activation_checkpointing,
         world_size=dist.get_world_size(),
     )
-    sparse, lora = any(load_config(path).get(key) for key in EXPERTS), None
+    config, lora = load_config(path), None
+    sparse = any((config | (config.get("text_config") or {})).get(key) for key in EXPERTS)
     if flags.lora_rank:
         from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
 
