@@ -11,7 +11,7 @@ from algos.grpo import Args, Trainer, make_minibatches
 from common.envs.shapes import draw
 from common.parallel import ParallelFlags
 from common.refit import checkpoint_tensors, open_store, weights_of
-from tests.qwen_vl import END, IMAGE, START, make_qwen_vl_moe
+from tests.qwen_vl import PATCHES, TOKENS, make_qwen_vl_moe, qwen_tokenizer
 from tests.ranks import on_two_ranks
 
 LAYOUTS = {
@@ -23,12 +23,13 @@ LAYOUTS = {
     "ep, frozen": {"num_trainers": 2, "trainer_ep": 2, "freeze_vision": True},
 }  # fmt: skip
 ANSWER = [20, 21, 22, 23]
+IMAGE, _, START, END = qwen_tokenizer().convert_tokens_to_ids(TOKENS)
 
 
 def sighted_rows() -> list[list[dict]]:
     """Rollouts of one row: two images, one, none, one; each with an answer of four tokens."""
     size = dict(shortest_edge=16 * 16, longest_edge=64 * 64)
-    arrays_of = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=size)
+    arrays_of = Qwen2VLImageProcessorPil(size=size, **PATCHES)
     wide, square, rollouts = draw(3, 1), draw(2, 3), []
     for index, shown in enumerate(([wide, square], [square], [], [wide])):
         images, ids = [dict(arrays_of(image, return_tensors="np")) for image in shown], [7, 8 + index]
