@@ -23,7 +23,7 @@ from common.agent import ChatAgent, as_messages, read_prompt
 from common.env import EnvFlags
 from common.envs import load_env
 from common.envs.pool import EnvError, Server
-from common.models import load_config, load_tokenizer, resolve_model, sees
+from common.models import load_tokenizer, resolve_model, sees, text_config
 
 
 BOUNDS = {Ge: (operator.ge, "at least"), Gt: (operator.gt, "above")}
@@ -212,7 +212,7 @@ def check_lora(flags, save) -> None:
             raise FlagError(f"{flag} with --lora-rank {flags.lora_rank}: {why}")
 
 
-SEEING_EXPERTS = ("qwen3_vl_moe_text",)  # model types that have run with experts spread beside a vision tower
+SEEING_EXPERTS = ("qwen3_vl_moe_text", "qwen3_5_moe_text")  # with which experts beside a tower were tried
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a mixture of experts
 NO_PACKING = {
     ("vision_config",): "takes images",
@@ -229,8 +229,7 @@ def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
     """Refuses a model that changes its logits after the head, where log-probs are taken, to spread or replay
     experts that it does not have, and packing where it would mix rows; replaces auto."""
     check_model(model, flag)
-    config = load_config(resolve_model(model))
-    config = config | (config.get("text_config") or {})
+    config = text_config(resolve_model(model))
     changes = [key for key, neutral in AFTER_HEAD.items() if config.get(key) not in (None, neutral)]
     if changes:
         why = f"it changes its logits after the head ({changes[0]}), which the trainer would leave out"

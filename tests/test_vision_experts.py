@@ -1,5 +1,6 @@
-"""Experts spread over ranks beside a vision tower (Qwen3-VL-MoE): the gradient of rows with images, and the names
-of what a refit sends. Its processor wants torchvision, so ids are laid out by hand; engines: tests/gpu."""
+"""Experts spread over ranks beside a vision tower (Qwen3-VL-MoE, Qwen3.5-MoE): the gradient of rows with
+images, and the names of what a refit sends. Processors want torchvision, so ids are laid out by hand; engines
+are in tests/gpu."""
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from algos.grpo import Args, Trainer, make_minibatches
 from common.envs.shapes import draw
 from common.parallel import ParallelFlags
 from common.refit import checkpoint_tensors, open_store, weights_of
-from tests.qwen_vl import PATCHES, TOKENS, make_qwen_vl_moe, qwen_tokenizer
+from tests.qwen_vl import PATCHES, TOKENS, make_qwen35_moe, make_qwen_vl_moe, qwen_tokenizer
 from tests.ranks import on_two_ranks
 
 LAYOUTS = {
@@ -65,15 +66,15 @@ def rank_process(rank: int, path: str, out: str, port) -> None:
         torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
-    return make_qwen_vl_moe(tmp_path_factory.mktemp("qwen"))
+@pytest.fixture(scope="module", params=[make_qwen_vl_moe, make_qwen35_moe])
+def path(request, tmp_path_factory) -> str:
+    return request.param(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")
 def oracle(path) -> tuple[dict, dict]:
-    """Weights and gradients by Hugging Face's model, row by row: on-policy the surrogate's gradient is that of
-    w A log pi. Stacked experts are taken apart here: [E, 2I, H] is I rows of gates, then I of ups."""
+    """Weights and gradients by Hugging Face's model, row by row: on-policy the surrogate's gradient is that
+    of w A log pi. Stacked experts are taken apart here: [E, 2I, H] is I rows of gates, then I of ups."""
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     rows = [row for rollout in sighted_rows() for row in rollout]
     for row in rows:

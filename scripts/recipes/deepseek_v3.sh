@@ -11,6 +11,7 @@
 #   LAUNCH="python scripts/sharding.py" bash scripts/recipes/deepseek_v3.sh         shards and names
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+[[ " $* " == *" --dry-run "* ]] && LAUNCH=${LAUNCH:-.venv/bin/python scripts/sharding.py}
 # shellcheck disable=SC2086  # LAUNCH is a command with its arguments
 exec ${LAUNCH:-.venv/bin/python -m algos.grpo} \
   --model "${MODEL:-deepseek-ai/DeepSeek-V3}" --env "jsonl:${DATA:-data.jsonl}" --grader math \
