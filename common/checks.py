@@ -238,7 +238,7 @@ def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
     sparse = "is a mixture of experts" in reasons
     seeing = "takes images" in reasons
     if flags.trainer_ep > 1 and (not sparse or seeing and config["model_type"] not in SEEING_EXPERTS):
-        why = f"{model} has no experts" if not sparse else "experts beside its vision tower are not built"
+        why = f"{model} has no experts" if not sparse else "its experts beside a tower were not tried"
         raise FlagError(f"--trainer-ep {flags.trainer_ep}: {why}; use 1")
     if seeing and flags.trainer_tp > 1 or flags.freeze_vision and not seeing:
         named = f"--trainer-tp {flags.trainer_tp}" if seeing else "--freeze-vision"

@@ -49,6 +49,9 @@ def make(folder: Path, kind, text: dict, tower: dict) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):  # engines keep it in fp32, and released checkpoints hold it in bf16
+            weight.data = weight.data.bfloat16().float()
     save(model, tokenizer, folder)
     weights = model.state_dict()
     for name in [name for name in weights if ".experts." in name and kind is Qwen3VLMoeConfig]:

@@ -15,7 +15,8 @@ from common.rollout import Engine, EngineFlags
 PROMPTS = [[5 + 7 * i % 90, 11, 23 + i, 40, 71, 8 + i, 60, 33] for i in range(8)]
 MODELS = {"tied": {}, "untied": {"tied": False}, "moe": {"moe": True}, "tied, two workers": {}}
 MODELS["grouped"] = {"moe": "glm4", "tied": False}  # DeepSeek-V3's router: its bias is sent too
-REPACKED = {"moe": 2 * 4 * 3, "grouped": 1 * 8 * 3}  # weights of experts, which a CPU kernel has its own way
+MODELS["latent"] = {"moe": "deepseek", "tied": False}  # and its attention, of which vLLM keeps views of weights
+REPACKED = {"moe": 2 * 4 * 3, "grouped": 1 * 8 * 3, "latent": 1 * 8 * 3}  # weights of experts, which a CPU kernel has its own way
 
 
 class Link:
@@ -61,6 +62,14 @@ async def start_engine(path: str, workers: int = 1, **flags) -> Engine:
     return engine
 
 
+@torch.no_grad()
+def logprobs_of(model) -> torch.Tensor:
+    """Those of the prompts by transformers."""
+    rows = [torch.tensor(ids) for ids in PROMPTS]
+    logprobs = [model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]) for ids in rows]
+    return torch.cat(logprobs)[:, 0]
+
+
 async def behaviour(engine: Engine) -> tuple[list[list[int]], torch.Tensor]:
     """Greedy tokens and their log-probs after each prompt, and the log-probs of the prompts themselves."""
     completions = [await engine.generate(ids, 1, 0.0, 8) for ids in PROMPTS]  # one by one: equal batches
@@ -98,6 +107,7 @@ def test_after_every_refit_the_engine_equals_a_fresh_one_on_the_new_weights(kind
         num_forced = sum(len(ids) - 1 for ids in PROMPTS)  # how many tokens were sampled may differ
         moved = (refitted[1][:num_forced] - before[1][:num_forced]).abs().max()
         assert moved > 0.01, "the perturbation must be visible"
+        assert (refitted[1][:num_forced] - logprobs_of(link.model)).abs().max() <= 1e-4
 
     asyncio.run(run())
 

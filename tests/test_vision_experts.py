@@ -5,10 +5,11 @@ are in tests/gpu."""
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Glm4vMoeConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from algos.grpo import Args, Trainer, make_minibatches
+from common.checks import FlagError, check_layout
 from common.envs.shapes import draw
 from common.parallel import ParallelFlags
 from common.refit import checkpoint_tensors, open_store, weights_of
@@ -112,6 +113,18 @@ def results(path, tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("ranks")
     on_two_ranks(rank_process, path, str(out), num_ports=1)
     return {(name, rank): torch.load(f"{out}/{name}.{rank}") for name in LAYOUTS for rank in (0, 1)}
+
+
+def test_only_families_that_were_tried_spread_experts_beside_a_tower(path, tmp_path):
+    def check(model: str, **flags) -> None:
+        check_layout(model, ParallelFlags(num_trainers=2, **flags))
+
+    check(path, trainer_ep=2)
+    Glm4vMoeConfig().save_pretrained(tmp_path)
+    qwen_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(FlagError, match="--trainer-ep 2: its experts beside a tower were not tried; use 1"):
+        check(str(tmp_path), trainer_ep=2)
+    check(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -1,5 +1,5 @@
 """Whole runs of the families behind the large recipes, tiny and random: DeepSeek-V3 (MLA, a router with a bias)
-and Qwen3-VL-MoE (experts beside a vision tower, with images).
+and Qwen3-VL-MoE, Qwen3.5-MoE (experts beside a vision tower, with images).
 
     python -m pytest -q -s tests/gpu/test_families.py        one GPU, and torchvision for the second
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from common.models import char_tokenizer, save
-from tests.qwen_vl import add_processor, make_qwen_vl_moe
+from tests.qwen_vl import add_processor, make_qwen35_moe, make_qwen_vl_moe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROOT = Path(__file__).parents[2]
@@ -66,8 +66,9 @@ def test_mla_is_refitted_by_the_plan(tmp_path):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torchvision"), reason="its processor needs torchvision")
-def test_experts_beside_a_vision_tower_are_trained_and_refitted(tmp_path):
-    path = make_qwen_vl_moe(tmp_path / "model")
+@pytest.mark.parametrize("make", [make_qwen_vl_moe, make_qwen35_moe])
+def test_experts_beside_a_vision_tower_are_trained_and_refitted(make, tmp_path):
+    path = make(tmp_path / "model")
     add_processor(path)
     rows, _ = run(path, "shapes", tmp_path / "run")
     assert len(rows) == 4 and all(row["mismatch/abs_mean"] < 0.05 for row in rows)
