@@ -22,7 +22,7 @@ from common.agent import ChatAgent, as_messages, read_prompt
 from common.env import EnvFlags
 from common.envs import load_env
 from common.envs.pool import EnvError, Server
-from common.models import load_config, load_tokenizer, resolve_model, sees
+from common.models import load_tokenizer, resolve_model, sees, text_config
 
 
 class FlagError(ValueError):
@@ -201,6 +201,7 @@ def check_parallel(flags, init_from: str | None = None) -> None:
     refuse_if(lora and init_from, f"--init-from {also}", elsewhere)
 
 
+SEEING_EXPERTS = ("qwen3_vl_moe_text", "qwen3_5_moe_text")  # with which experts beside a tower were tried
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a mixture of experts
 NO_PACKING = {
     ("vision_config",): "takes images",
@@ -217,16 +218,16 @@ def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
     """Refuses a model that changes its logits after the head, where log-probs are taken, to spread or replay
     experts that it does not have, and packing where it would mix rows; replaces auto."""
     check_model(model, flag)
-    config = load_config(resolve_model(model))
-    config = config | (config.get("text_config") or {})
+    config = text_config(resolve_model(model))
     changes = [key for key, neutral in AFTER_HEAD.items() if config.get(key) not in (None, neutral)]
     why = f"it changes its logits after the head ({', '.join(changes)}), which the trainer would leave out"
     refuse_if(changes, f"{flag} {model}", f"{why}; use another model")
     reasons = [why for keys, why in NO_PACKING.items() if any(config.get(key) for key in keys)]
     sparse, seeing = "is a mixture of experts" in reasons, "takes images" in reasons
     tp, ep, lora = flags.trainer_tp, flags.trainer_ep, flags.lora_rank
-    why = "experts beside a vision tower are not built" if sparse else f"{model} has no experts"
-    refuse_if(ep > 1 and (seeing or not sparse), f"--trainer-ep {ep}", f"{why}; use 1")
+    untried = seeing and config["model_type"] not in SEEING_EXPERTS
+    why = "its experts beside a tower were not tried" if sparse else f"{model} has no experts"
+    refuse_if(ep > 1 and (untried or not sparse), f"--trainer-ep {ep}", f"{why}; use 1")
     refuse_if(tp > 1 and seeing, f"--trainer-tp {tp}", "a vision tower is not split; use 1")
     refuse_if(flags.freeze_vision and not seeing, "--freeze-vision", f"{model} has no vision tower")
     what = "experts" if sparse else "a vision tower"

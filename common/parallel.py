@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from common.attention import use_packed_attention
 from common.checks import EXPERTS
-from common.models import auto_class, load_config, sees
+from common.models import auto_class, sees, text_config
 from common.routing import routers
 
 TOWERS = ("vision_model", "vision_tower", "visual")  # how models call the part that sees
@@ -102,7 +102,7 @@ def build_model(
         activation_checkpointing=flags.activation_checkpointing,
         world_size=dist.get_world_size(),
     )
-    sparse, lora = any(load_config(path).get(key) for key in EXPERTS), None
+    sparse, lora = any(text_config(path).get(key) for key in EXPERTS), None
     if flags.lora_rank:
         from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
 

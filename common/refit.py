@@ -75,7 +75,10 @@ def gather(parameter: torch.Tensor) -> torch.Tensor:
 def weights_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The parameters by name, and the biases that only choose experts, which are buffers."""
     biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith(CHOICE_BIAS)]
-    return [*model.named_parameters(), *biases]
+    named = [*model.named_parameters(), *biases]
+    # what AutoModel calls shared_experts there is shared_expert to everybody else
+    theirs = "shared_experts." if model.config.model_type == "qwen3_5_moe" else "shared_expert."
+    return [(name.replace(theirs, "shared_expert."), tensor) for name, tensor in named]
 
 
 def adapters_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -95,8 +98,8 @@ def merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def clean(name: str) -> str:
-    """A parameter's name without what a wrapper adds that recomputes activations."""
-    return name.replace("_checkpoint_wrapped_module.", "")
+    """A parameter's name without what wrappers add: that recomputes activations, that keeps fp32."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_fp32_params.", "")
 
 
 def checkpoint_tensors(named_parameters: Named) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ import torch
 import vllm.model_executor.layers.utils
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -20,6 +21,7 @@ from common import refit
 from common.refit import Entry, Plan, RefitError, checksum
 
 pack_linear = vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm
+rotate = RotaryEmbedding.forward_cpu
 
 
 def keep_linear_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -35,7 +37,16 @@ def keep_linear_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
         pack_linear(layer, remove_weight)
 
 
+def rotate_rows(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
+    """On a CPU vLLM's kernel turns the wrong numbers of a query [tokens, heads, size], as MLA has it."""
+    if query.ndim == 2:
+        return rotate(self, positions, query, key)
+    turned = rotate(self, positions, query.flatten(1).contiguous(), key.flatten(1).contiguous())
+    return turned[0].view(query.shape), turned[1].view(key.shape)
+
+
 vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm = keep_linear_plain
+RotaryEmbedding.forward_cpu = rotate_rows
 
 
 @dataclass
