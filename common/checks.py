@@ -212,38 +212,29 @@ def check_lora(flags, save) -> None:
             raise FlagError(f"{flag} with --lora-rank {flags.lora_rank}: {why}")
 
 
-def check_engine(model: str, config: dict, engine, flags, on_gpus: bool) -> None:
+def check_engine(model: str, config: dict, engine, lora_rank: int, on_gpus: bool) -> None:
     """Refuses ways to sample that do not go together, or that the model of `config` or the machine has
     not."""
-    fp8, guesses, replay = (
-        engine.quantization == "fp8",
-        engine.speculative_tokens,
-        engine.router_replay == "on",
-    )
-    sparse, seeing = any(map(config.get, EXPERTS)), bool(config.get("vision_config"))
-    recorder = on_gpus or entry_points(group="vllm.general_plugins", name="cpu_routes")
-    replayable = sparse and not seeing and not flags.compile and recorder
-    others = {"--lora-rank": flags.lora_rank, "--router-replay on": replay, "images": seeing}
-    other = next((name for name, given in others.items() if given), None)
+    fp8, guesses, guesser = engine.quantization == "fp8", engine.speculative_tokens, engine.speculative_model
     how = "--quantization fp8" if fp8 else f"--speculative-tokens {guesses}"
-    heads = config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers")
-    no_heads = engine.speculative_model == "mtp" and not heads
-    replay_needs = "a text model with experts, no --compile, and GPUs (see scripts/cpu_routes for a CPU)"
+    alone = not (lora_rank or engine.router_replay == "on" or "vision_config" in config)
+    untried = "--lora-rank, --router-replay on, or images"
+    ep, spread = engine.engine_ep, any(map(config.get, EXPERTS)) and engine.engine_tp > 1
+    fits = on_gpus and engine.rollout_dtype != "float32"
+    no_heads = guesser == "mtp" and not any(map(config.get, GUESSING_HEADS))
     for flag, wrong, why in (
-        ("--router-replay on", replay and not replayable, f"needs {replay_needs}; use --router-replay off"),
-        (how, (fp8 or guesses) and other, f"not tried with {other}; leave out one of them"),
-        (how, fp8 and not on_gpus, "needs GPUs that compute in it, from Ada and Hopper on; use none"),
-        (how, fp8 and engine.rollout_dtype == "float32", "rounds bfloat16; use --rollout-dtype auto"),
+        (how, (fp8 or guesses) and not alone, f"not tried with {untried}; leave out one of them"),
+        (how, fp8 and not fits, "needs GPUs (Ada, Hopper or later) and bfloat16; use none"),
         (how, guesses and no_heads, f"{model} has no heads that guess; use --speculative-model ngram"),
-        ("--engine-ep", engine.engine_ep and not sparse, f"{model} has no experts; leave it out"),
-        ("--engine-ep", engine.engine_ep and engine.engine_tp == 1, "needs workers; raise --engine-tp"),
+        ("--engine-ep", ep and not spread, "needs experts, and --engine-tp above 1; leave it out"),
     ):
         if wrong:
             raise FlagError(f"{flag}: {why}")
-    if guesses and engine.speculative_model not in ("ngram", "mtp"):
-        check_model(engine.speculative_model, "--speculative-model")
+    if guesses and guesser not in ("ngram", "mtp"):
+        check_model(guesser, "--speculative-model")
 
 
+GUESSING_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a mixture of experts
 NO_PACKING = {
     ("vision_config",): "takes images",
@@ -284,8 +275,13 @@ def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
     if reasons and flags.packing == "on":
         raise FlagError(f"--packing on: {model} {reasons[0]}; use --packing off")
     on_gpus = torch.cuda.is_available() or bool(os.environ.get("RAY_ADDRESS"))
+    if engine and engine.router_replay == "on":
+        plugin = entry_points(group="vllm.general_plugins", name="cpu_routes")
+        if not sparse or seeing or flags.compile or not (on_gpus or plugin):
+            why = "needs a text model with experts, no --compile, and GPUs (see scripts/cpu_routes for a CPU)"
+            raise FlagError(f"--router-replay on: {why}; use --router-replay off")
     if engine:
-        check_engine(model, config, engine, flags, on_gpus)
+        check_engine(model, config, engine, flags.lora_rank, on_gpus)
     if flags.packing == "auto":
         flags.packing = "on" if on_gpus and not reasons else "off"
 

@@ -183,9 +183,8 @@ class Engine:
         if any(output.finish_reason == "error" for output in final.outputs):  # else an answer without tokens
             raise RuntimeError("vLLM ended a request with an error; the engine's log says why")
         for output in final.outputs if self.flags.speculative_tokens else ():
-            guesses = output.spec_decode_metrics
-            self.guessed += guesses.num_draft_tokens
-            self.accepted += sum(number * steps for number, steps in enumerate(guesses.histogram))
+            self.guessed += output.spec_decode_metrics.num_draft_tokens
+            self.accepted += sum(n * steps for n, steps in enumerate(output.spec_decode_metrics.histogram))
         if pictures and list(final.prompt_token_ids) != list(prompt_ids):
             sizes = f"{len(final.prompt_token_ids)} prompt tokens, {len(prompt_ids)} by its processor"
             raise ValueError(f"vLLM expands this model's images in its own way: {sizes}")

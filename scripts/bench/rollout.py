@@ -4,9 +4,9 @@
     .venv/bin/python scripts/bench/rollout.py --new-tokens 5 --max-in-flight 32
     python scripts/bench/rollout.py --model 0.6b --new-tokens 512 --prompts 64 --max-in-flight 64         a GPU
     python scripts/bench/rollout.py --model 4b --new-tokens 512 --prompts 64 --max-in-flight 64
-    python scripts/bench/rollout.py --model 4b ... --engine-flags "--quantization fp8"         what they change
+    python scripts/bench/rollout.py --model 4b ... --engine-flags="--quantization fp8"         what they change
     python scripts/bench/rollout.py --model smollm2 --copy-words 100 --new-tokens 200 --group-size 1 \
-        --prompts 16 --max-in-flight 1 --engine-flags "--speculative-tokens 4"
+        --prompts 16 --max-in-flight 1 --engine-flags="--speculative-tokens 4"
 
 raw: `LLM.generate` with all prompts at once, log-probs on, no text. loop: `rollout_group` as a run has it:
 environment processes, chat template, records with masks and versions, packed for the queue. On a GPU both have
