@@ -23,7 +23,7 @@ from common.agent import ChatAgent, as_messages, read_prompt
 from common.env import EnvFlags
 from common.envs import load_env
 from common.envs.pool import EnvError, Server
-from common.models import load_config, load_tokenizer, resolve_model, sees
+from common.models import load_config, load_tokenizer, resolve_dtype, resolve_model, sees
 
 
 BOUNDS = {Ge: (operator.ge, "at least"), Gt: (operator.gt, "above")}
@@ -213,25 +213,28 @@ def check_lora(flags, save) -> None:
 
 
 def check_engine(model: str, config: dict, engine, lora_rank: int, on_gpus: bool) -> None:
-    """Refuses ways to sample that do not go together, or that the model of `config` or the machine has
-    not."""
+    """Refuses ways to sample that do not go together, or that the model of `config` or the machine has not;
+    replaces a draft model by its folder."""
+    path, ep = resolve_model(model), engine.engine_ep
     fp8, guesses, guesser = engine.quantization == "fp8", engine.speculative_tokens, engine.speculative_model
     how = "--quantization fp8" if fp8 else f"--speculative-tokens {guesses}"
     alone = not (lora_rank or engine.router_replay == "on" or "vision_config" in config)
     untried = "--lora-rank, --router-replay on, or images"
-    ep, spread = engine.engine_ep, any(map(config.get, EXPERTS)) and engine.engine_tp > 1
-    fits = on_gpus and engine.rollout_dtype != "float32"
+    sparse, dtype = any(map(config.get, EXPERTS)), resolve_dtype(path, engine.rollout_dtype, on_gpus)
     no_heads = guesser == "mtp" and not any(map(config.get, GUESSING_HEADS))
     for flag, wrong, why in (
         (how, (fp8 or guesses) and not alone, f"not tried with {untried}; leave out one of them"),
-        (how, fp8 and not fits, "needs GPUs (Ada, Hopper or later) and bfloat16; use none"),
+        (how, fp8 and dtype != "bfloat16", f"it rounds bfloat16, not {dtype}; use --rollout-dtype bfloat16"),
+        (how, fp8 and sparse and not on_gpus, "a CPU has no FP8 experts; use none"),
         (how, guesses and no_heads, f"{model} has no heads that guess; use --speculative-model ngram"),
-        ("--engine-ep", ep and not spread, "needs experts, and --engine-tp above 1; leave it out"),
+        ("--engine-ep", ep and not sparse, f"{model} has no experts; leave it out"),
+        ("--engine-ep", ep and engine.engine_tp == 1, "spreads experts over workers; raise --engine-tp"),
     ):
         if wrong:
             raise FlagError(f"{flag}: {why}")
     if guesses and guesser not in ("ngram", "mtp"):
         check_model(guesser, "--speculative-model")
+        engine.speculative_model = resolve_model(guesser)
 
 
 GUESSING_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")

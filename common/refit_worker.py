@@ -15,6 +15,8 @@ from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 
 from common import refit
 from common.refit import Entry, Plan, RefitError, checksum, words_of
@@ -36,6 +38,17 @@ def keep_linear_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm = keep_linear_plain
+
+
+def expand(values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from=0, replace_to=0):
+    """The temperature of each request for each of its guesses. vLLM's own for a CPU writes into a copy: what
+    was sampled there, and its log-probs, would be those of some random temperature."""
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return torch.where(values == replace_from, replace_to, values).repeat_interleave(counts)
+
+
+if current_platform.is_cpu():
+    rejection_sampler.expand_batch_to_tokens = expand
 
 
 @dataclass

@@ -12,7 +12,6 @@ from annotated_types import Ge, Gt, Le
 from common.agent import check_ids, next_context, play_agent, read_prompt, render
 from common.envs.pool import EnvError, EnvPool, is_ids
 from common.images import collapse, image_token, pictures_of
-from common.models import resolve_model
 from common.sample import RecordError, Rollout, check_reward, extend_segment
 
 
@@ -99,11 +98,8 @@ class Engine:
         share = flags.gpu_memory_utilization or 0.8 * gpus
         on_gpu = {"gpu_memory_utilization": share, "compilation_config": graphs, "moe_backend": "triton"}
         layers = [f"{name}_proj" for name in "q k v qkv o gate up gate_up down".split()]
-        draft = (
-            None if flags.speculative_model in ("ngram", "mtp") else resolve_model(flags.speculative_model)
-        )
-        guess = {"method": "draft_model" if draft else flags.speculative_model, "model": draft}
-        guess |= {"num_speculative_tokens": flags.speculative_tokens}
+        guesser = "method" if flags.speculative_model == "mtp" else "model"
+        guess = {guesser: flags.speculative_model, "num_speculative_tokens": flags.speculative_tokens}
         guess |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # of ngram: how many tokens must agree
         lora = {"enable_lora": True, "max_lora_rank": lora_rank, "lora_target_modules": layers}
         fp8 = {"quantization": "fp8_per_channel", "quantization_config": {"ignore": [r"re:.*\.gate$"]}}
@@ -182,9 +178,9 @@ class Engine:
             pass
         if any(output.finish_reason == "error" for output in final.outputs):  # else an answer without tokens
             raise RuntimeError("vLLM ended a request with an error; the engine's log says why")
-        for output in final.outputs if self.flags.speculative_tokens else ():
-            self.guessed += output.spec_decode_metrics.num_draft_tokens
-            self.accepted += sum(n * steps for n, steps in enumerate(output.spec_decode_metrics.histogram))
+        guesses = [output.spec_decode_metrics for output in final.outputs if output.spec_decode_metrics]
+        self.guessed += sum(each.num_draft_tokens for each in guesses)
+        self.accepted += sum(n * steps for each in guesses for n, steps in enumerate(each.histogram))
         if pictures and list(final.prompt_token_ids) != list(prompt_ids):
             sizes = f"{len(final.prompt_token_ids)} prompt tokens, {len(prompt_ids)} by its processor"
             raise ValueError(f"vLLM expands this model's images in its own way: {sizes}")

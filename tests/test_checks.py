@@ -341,7 +341,13 @@ def test_router_replay_is_for_mixtures_of_experts_whose_engine_records_them(tmp_
 
 
 ENGINES = [
-    ("dense", {"quantization": "fp8"}, {}, "--quantization fp8: needs GPUs .* use none"),
+    ("dense", {"quantization": "fp8"}, {}, "--quantization fp8: .*not float32; use --rollout-dtype bfloat16"),
+    (
+        "moe",
+        {"quantization": "fp8", "rollout_dtype": "bfloat16"},
+        {},
+        "fp8: a CPU has no FP8 experts; use none",
+    ),
     ("dense", {"quantization": "fp8"}, {"lora_rank": 8}, "--quantization fp8: not tried with --lora-rank"),
     ("vlm", {"quantization": "fp8"}, {}, "--quantization fp8: not tried with .* images"),
     (
@@ -357,9 +363,9 @@ ENGINES = [
         "dense",
         {"engine_ep": True, "engine_tp": 2},
         {},
-        "--engine-ep: needs experts, .* leave it out",
+        "--engine-ep: .*dense has no experts; leave it out",
     ),
-    ("moe", {"engine_ep": True}, {}, "--engine-ep: needs .* --engine-tp above 1"),
+    ("moe", {"engine_ep": True}, {}, "--engine-ep: .* workers; raise --engine-tp"),
 ]
 
 
@@ -378,6 +384,8 @@ def test_an_engine_that_can_sample_so_is_not(tmp_path):
     for guesser in ("ngram", dense):
         engine = EngineFlags(speculative_tokens=3, speculative_model=guesser)
         checks.check_layout(dense, ParallelFlags(), engine)
+    fp8 = EngineFlags(quantization="fp8", rollout_dtype="bfloat16")
+    checks.check_layout(dense, ParallelFlags(), fp8)
     checks.check_layout(sparse, ParallelFlags(), EngineFlags(engine_ep=True, engine_tp=2))
     checks.check_layout(
         dense, ParallelFlags(lora_rank=8), EngineFlags(speculative_model="mtp")

@@ -108,6 +108,22 @@ def test_log_probs_are_the_models_at_the_temperature_also_across_refits(link):
     link.run(run())
 
 
+def test_answers_that_a_refit_throws_away_are_sampled_again(link):
+    async def run():
+        link.engine.flags.refit_mode = "abort"
+        before = link.engine.requests
+        asked = [link.engine.generate([*prompt_of(i), *REPEATS], 2, TEMPERATURE, 300) for i in range(8)]
+        asked = [asyncio.ensure_future(each) for each in asked]
+        await asyncio.sleep(0.1)
+        await link.refit(50)
+        completions = [each for group in await asyncio.gather(*asked) for each in group]
+        link.engine.flags.refit_mode = "keep"
+        assert link.engine.requests - before > 8 and len(completions) == 16
+        assert all(len(set(each.versions.tolist())) == 1 for each in completions)
+
+    link.run(run())
+
+
 def test_tokens_are_distributed_as_the_model_says(link):
     """4,000 samples of two tokens; the second one can be a guess: after any first token, ngram finds it in the
     prompt with a 9 behind it. A guess that is always taken, or drawn once more when it is refused, would show."""
