@@ -228,6 +228,7 @@ def check_engine(model: str, config: dict, engine, lora_rank: int, on_gpus: bool
         (how, fp8 and sparse and not on_gpus, "a CPU has no FP8 experts; use none"),
         (how, guesses and no_heads, f"{model} has no heads that guess; use --speculative-model ngram"),
         ("--engine-ep", ep and not sparse, f"{model} has no experts; leave it out"),
+        ("--engine-ep", ep and not on_gpus, "kills vLLM on a CPU; leave it out"),
         ("--engine-ep", ep and engine.engine_tp == 1, "spreads experts over workers; raise --engine-tp"),
     ):
         if wrong:

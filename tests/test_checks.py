@@ -365,7 +365,7 @@ ENGINES = [
         {},
         "--engine-ep: .*dense has no experts; leave it out",
     ),
-    ("moe", {"engine_ep": True}, {}, "--engine-ep: .* workers; raise --engine-tp"),
+    ("moe", {"engine_ep": True, "engine_tp": 2}, {}, "--engine-ep: kills vLLM on a CPU; leave it out"),
 ]
 
 
@@ -379,14 +379,19 @@ def test_an_engine_that_cannot_sample_so_is_refused(model, engine, flags, said, 
         checks.check_layout(path, ParallelFlags(**flags), EngineFlags(**engine))
 
 
-def test_an_engine_that_can_sample_so_is_not(tmp_path):
+def test_an_engine_that_can_sample_so_is_not(tmp_path, monkeypatch):
     dense, sparse = make_tiny(tmp_path / "dense"), make_tiny(tmp_path / "moe", moe=True, tied=False)
     for guesser in ("ngram", dense):
         engine = EngineFlags(speculative_tokens=3, speculative_model=guesser)
         checks.check_layout(dense, ParallelFlags(), engine)
     fp8 = EngineFlags(quantization="fp8", rollout_dtype="bfloat16")
     checks.check_layout(dense, ParallelFlags(), fp8)
-    checks.check_layout(sparse, ParallelFlags(), EngineFlags(engine_ep=True, engine_tp=2))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # so there may be GPUs
+    checks.check_layout(sparse, ParallelFlags(), EngineFlags(engine_ep=True, engine_tp=2, quantization="fp8"))
+    with pytest.raises(
+        checks.FlagError, match="--engine-ep: spreads experts over workers; raise --engine-tp"
+    ):
+        checks.check_layout(sparse, ParallelFlags(), EngineFlags(engine_ep=True))
     checks.check_layout(
         dense, ParallelFlags(lora_rank=8), EngineFlags(speculative_model="mtp")
     )  # without use

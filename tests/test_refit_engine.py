@@ -14,7 +14,6 @@ from common.rollout import Engine, EngineFlags
 
 PROMPTS = [[5 + 7 * i % 90, 11, 23 + i, 40, 71, 8 + i, 60, 33] for i in range(8)]
 MODELS = {"tied": {}, "untied": {"tied": False}, "moe": {"moe": True}, "tied, two workers": {}}
-MODELS["experts on two workers"] = {"moe": True}
 MODELS["grouped"] = {"moe": "glm4", "tied": False}  # DeepSeek-V3's router: its bias is sent too
 REPACKED = {"moe": 2 * 4 * 3, "grouped": 1 * 8 * 3}  # weights of experts, which a CPU kernel has its own way
 
@@ -74,8 +73,7 @@ async def behaviour(engine: Engine) -> tuple[list[list[int]], torch.Tensor]:
 def test_after_every_refit_the_engine_equals_a_fresh_one_on_the_new_weights(kind, tmp_path):
     async def run():
         old, new = make_tiny(tmp_path / "old", **MODELS[kind]), str(tmp_path / "new")
-        spread = {"engine_ep": True} if "experts on" in kind else {}
-        link = Link(old, workers=2 if "two workers" in kind else 1, **spread)
+        link = Link(old, workers=2 if "two workers" in kind else 1)
         await link.join(old)
         before = await behaviour(link.engine)
         gate = await link.refit(0)  # its own weights: nothing may change
