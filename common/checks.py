@@ -215,21 +215,19 @@ def check_lora(flags, save) -> None:
 def check_engine(model: str, config: dict, engine, lora_rank: int, on_gpus: bool) -> None:
     """Refuses ways to sample that do not go together, or that the model of `config` or the machine has not;
     replaces a draft model by its folder."""
-    path, ep = resolve_model(model), engine.engine_ep
     fp8, guesses, guesser = engine.quantization == "fp8", engine.speculative_tokens, engine.speculative_model
     how = "--quantization fp8" if fp8 else f"--speculative-tokens {guesses}"
-    alone = not (lora_rank or engine.router_replay == "on" or "vision_config" in config)
-    untried = "--lora-rank, --router-replay on, or images"
-    sparse, dtype = any(map(config.get, EXPERTS)), resolve_dtype(path, engine.rollout_dtype, on_gpus)
-    no_heads = guesser == "mtp" and not any(map(config.get, GUESSING_HEADS))
+    other = lora_rank or engine.router_replay == "on" or "vision_config" in config
+    untried = "not tried with --lora-rank, --router-replay on, or images; leave out one of them"
+    sparse, has_heads = any(map(config.get, EXPERTS)), any(map(config.get, GUESSING_HEADS))
+    dtype = resolve_dtype(resolve_model(model), engine.rollout_dtype, on_gpus)
+    spread = sparse and on_gpus and engine.engine_tp > 1
     for flag, wrong, why in (
-        (how, (fp8 or guesses) and not alone, f"not tried with {untried}; leave out one of them"),
+        (how, (fp8 or guesses) and other, untried),
         (how, fp8 and dtype != "bfloat16", f"it rounds bfloat16, not {dtype}; use --rollout-dtype bfloat16"),
         (how, fp8 and sparse and not on_gpus, "a CPU has no FP8 experts; use none"),
-        (how, guesses and no_heads, f"{model} has no heads that guess; use --speculative-model ngram"),
-        ("--engine-ep", ep and not sparse, f"{model} has no experts; leave it out"),
-        ("--engine-ep", ep and not on_gpus, "kills vLLM on a CPU; leave it out"),
-        ("--engine-ep", ep and engine.engine_tp == 1, "spreads experts over workers; raise --engine-tp"),
+        (how, guesses and guesser == "mtp" and not has_heads, f"{model} has no heads that guess; use ngram"),
+        ("--engine-ep", engine.engine_ep and not spread, "needs experts, GPUs and --engine-tp; leave it out"),
     ):
         if wrong:
             raise FlagError(f"{flag}: {why}")

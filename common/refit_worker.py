@@ -15,7 +15,6 @@ from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
 from common import refit
@@ -44,11 +43,11 @@ def expand(values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_fr
     """The temperature of each request for each of its guesses. vLLM's own for a CPU writes into a copy: what
     was sampled there, and its log-probs, would be those of some random temperature."""
     counts = ends.diff(prepend=ends.new_zeros(1))
-    return torch.where(values == replace_from, replace_to, values).repeat_interleave(counts)
+    replaced = torch.where(values == replace_from, replace_to, values)
+    return replaced.repeat_interleave(counts, output_size=num_tokens)
 
 
-if current_platform.is_cpu():
-    rejection_sampler.expand_batch_to_tokens = expand
+rejection_sampler.expand_batch_to_tokens = expand
 
 
 @dataclass

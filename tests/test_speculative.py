@@ -21,7 +21,7 @@ from tests.test_versions import VOCAB, prompt_of
 ON_GPU = torch.cuda.is_available()
 CLOSE = 2e-3 if ON_GPU else 1e-5  # of single precision, which kernels on a GPU may round for matrix products
 REPEATS = [5, 6, 7, 8] * 6  # ngram guesses that it goes on like that
-TEMPERATURE = 0.7
+TEMPERATURE = 0.3  # so low that a random model repeats itself, and guesses are accepted
 
 
 class Here(Link):
@@ -74,13 +74,14 @@ def check_completion(each, models: dict, prompt_ids: list[int]) -> None:
         (every,) = distributions(models[version], [prompt_ids + each.token_ids], TEMPERATURE)
         every = every[len(prompt_ids) - 1 : -1][here]
         own = every.gather(1, torch.tensor(each.token_ids)[here][:, None])[:, 0]
-        assert (own - torch.tensor(each.logprobs)[here]).abs().max() <= CLOSE
-        assert (every.topk(3)[0] - torch.tensor(each.top_k)[here][..., 1]).abs().max() <= CLOSE
+        assert (own - torch.tensor(each.logprobs)[here]).abs().max() <= CLOSE / TEMPERATURE
+        top = torch.tensor(each.top_k)[here][..., 1]
+        assert (every.topk(3)[0] - top).abs().max() <= CLOSE / TEMPERATURE
 
 
 def test_log_probs_are_the_models_at_the_temperature_also_across_refits(link):
     async def run():
-        models, version, spanning, guessed = {0: copy.deepcopy(link.model)}, 0, 0, 0
+        models, version, spanning, accepted = {0: copy.deepcopy(link.model)}, 0, 0, 0
         for number in range(20):  # how many requests cross two refits is up to time
             prompts = [[*prompt_of(8 * number + i), *REPEATS] for i in range(8)]
             asked = [link.engine.generate(ids, 2, TEMPERATURE, 400) for ids in prompts]
@@ -88,7 +89,7 @@ def test_log_probs_are_the_models_at_the_temperature_also_across_refits(link):
             for _ in range(2):
                 await asyncio.sleep(0.05)
                 version += 1
-                guessed += link.engine.guessed
+                accepted += link.engine.accepted
                 link.perturb(seed=version)
                 models[version] = copy.deepcopy(link.model)
                 await link.refit(version)
@@ -97,9 +98,10 @@ def test_log_probs_are_the_models_at_the_temperature_also_across_refits(link):
                     assert each.versions.tolist() == sorted(each.versions)
                     spanning += len(set(each.versions.tolist())) == 3
                     check_completion(each, models, prompt_ids)
-            if spanning >= 5:
+            accepted, link.engine.accepted = accepted + link.engine.accepted, 0
+            if spanning >= 5 and accepted >= 50:
                 break
-        assert spanning >= 5 and guessed + link.engine.guessed > 100
+        assert spanning >= 5 and accepted >= 50
         prompt = prompt_of(0)
         told = await link.engine.prompt_logprobs(prompt)  # as the probe of a refit takes them
         own = distributions(link.model, [prompt], 1.0)[0, :-1].gather(1, torch.tensor(prompt[1:])[:, None])
