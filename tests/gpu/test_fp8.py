@@ -1,4 +1,4 @@
-"""`tests/test_fp8.py` on a GPU, and mixtures of experts, which a CPU has no FP8 kernel for.
+"""`tests/test_fp8.py` on a GPU, where trainer and engine share it, and mixtures of experts are among the models.
 
 python -m pytest -q tests/gpu/test_fp8.py        one GPU that computes in FP8 (Ada, Hopper), in about six minutes
 """
@@ -6,7 +6,6 @@ python -m pytest -q tests/gpu/test_fp8.py        one GPU that computes in FP8 (A
 import pytest
 import torch
 
-from tests import test_fp8
 from tests.test_fp8 import (
     test_a_weight_that_is_not_sent_ends_the_run_at_the_gate,
     test_after_refits_an_fp8_engine_equals_a_fresh_one_on_the_new_weights,
@@ -15,8 +14,4 @@ from tests.test_fp8 import (
 
 FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = pytest.mark.skipif(not FP8, reason="needs a GPU that computes in FP8")
-__all__ = [name for name in dir() if name.startswith("test_") and name != "test_fp8"]
-
-
-def test_experts_are_refitted_so_too(tmp_path):
-    test_fp8.test_after_refits_an_fp8_engine_equals_a_fresh_one_on_the_new_weights("experts", tmp_path)
+__all__ = [name for name in dir() if name.startswith("test_")]
