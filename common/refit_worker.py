@@ -103,7 +103,7 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
             self._gate()
         else:
             self._receive(self._place if self.mode == "plan" else self._reload)
-        dtype = str(self.model_config.dtype).removeprefix("torch.")
+        dtype = "fp8" if self.quantized else str(self.model_config.dtype).removeprefix("torch.")
         self.report = {"mode": self.mode, "transport": self.wire.transport, "dtype": dtype}
         self.report["receive_s"] = time.monotonic() - start
 
