@@ -22,7 +22,7 @@ from common.agent import ChatAgent, as_messages, read_prompt
 from common.env import EnvFlags
 from common.envs import load_env
 from common.envs.pool import EnvError, Server
-from common.models import load_tokenizer, resolve_model, sees, text_config
+from common.models import load_tokenizer, resolve_dtype, resolve_model, sees, text_config
 
 
 class FlagError(ValueError):
@@ -201,6 +201,30 @@ def check_parallel(flags, init_from: str | None = None) -> None:
     refuse_if(lora and init_from, f"--init-from {also}", elsewhere)
 
 
+def check_engine(model: str, config: dict, engine, lora_rank: int, on_gpus: bool) -> None:
+    """Refuses ways to sample that do not go together, or that the model of `config` or the machine has not;
+    replaces a draft model by its folder."""
+    fp8, guesses, guesser = engine.quantization == "fp8", engine.speculative_tokens, engine.speculative_model
+    sparse, has_heads = any(map(config.get, EXPERTS)), any(map(config.get, GUESSING_HEADS))
+    how = "--quantization fp8" if fp8 else f"--speculative-tokens {guesses}"
+    other = lora_rank or engine.router_replay == "on" or "vision_config" in config
+    untried = "not tried with --lora-rank, --router-replay on, or images; leave out one of them"
+    refuse_if((fp8 or guesses) and other, how, untried)
+    dtype = resolve_dtype(resolve_model(model), engine.rollout_dtype, on_gpus)
+    rounded = f"it rounds bfloat16, not {dtype}; use --rollout-dtype bfloat16"
+    refuse_if(fp8 and dtype != "bfloat16", how, rounded)
+    refuse_if(fp8 and sparse and not on_gpus, how, "a CPU has no FP8 experts; use none")
+    no_heads = f"{model} has no heads that guess; use ngram"
+    refuse_if(guesses and guesser == "mtp" and not has_heads, how, no_heads)
+    spread = sparse and on_gpus and engine.engine_tp > 1
+    needed = "needs experts, GPUs and --engine-tp; leave it out"
+    refuse_if(engine.engine_ep and not spread, "--engine-ep", needed)
+    if guesses and guesser not in ("ngram", "mtp"):
+        check_model(guesser, "--speculative-model")
+        engine.speculative_model = resolve_model(guesser)
+
+
+GUESSING_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 SEEING_EXPERTS = ("qwen3_vl_moe_text", "qwen3_5_moe_text")  # with which experts beside a tower were tried
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a mixture of experts
 NO_PACKING = {
@@ -243,6 +267,8 @@ def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
         if not sparse or seeing or flags.compile or not (on_gpus or plugin):
             why = "needs a text model with experts, no --compile, and GPUs (see scripts/cpu_routes for a CPU)"
             raise FlagError(f"--router-replay on: {why}; use --router-replay off")
+    if engine:
+        check_engine(model, config, engine, flags.lora_rank, on_gpus)
     if flags.packing == "auto":
         flags.packing = "on" if on_gpus and not reasons else "off"
 

@@ -23,6 +23,9 @@ class EngineFlags:
     engine_tp: Annotated[int, Ge(1)] = 1
     """Workers over which vLLM splits the model of one engine (tensor parallelism), each on a GPU.
     Raise it when model and KV cache do not fit one."""
+    engine_ep: bool = False
+    """Of a mixture of experts, each of the --engine-tp workers holds whole experts instead of a part of every
+    one (expert parallelism). Give it when the experts are many and small."""
     max_model_len: Annotated[int, Ge(2)] = 512
     """Longest context of an episode in tokens, prompt and all turns together. More costs KV memory.
     Raise it when rollout/truncated_frac is high though answers are short, or for no_room."""
@@ -37,6 +40,17 @@ class EngineFlags:
     refit between GPUs needs twice the largest weight."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and compute of the engine: float32, bfloat16, or auto (that of the checkpoint)."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: the engine rounds the layers' weights and what enters them to 8 bits, at each refit anew. Half the
+    memory and faster, but further from the trainer: watch mismatch/abs_mean."""
+    speculative_tokens: Annotated[int, Ge(0)] = 0
+    """Tokens that --speculative-model guesses, for the model to check in one pass; 0: none. What is sampled,
+    and its log-probs, are the model's all the same. Raise it while few answers are in flight and
+    rollout/accepted_frac is high."""
+    speculative_model: str = "ngram"
+    """What guesses. ngram: what followed the last tokens where they stood before. mtp: the model's own heads
+    for that. Or a smaller model with the same tokenizer. No refit changes these two: they guess worse in
+    time."""
     refit_mode: Literal["keep", "wait", "abort"] = "keep"
     """What a refit does with answers in flight. keep: freezes them, they go on under the new weights. wait:
     lets them end, while the engine runs empty; within --refit-timeout-s. abort: throws them away and samples
@@ -84,7 +98,11 @@ class Engine:
         share = flags.gpu_memory_utilization or 0.8 * gpus
         on_gpu = {"gpu_memory_utilization": share, "compilation_config": graphs, "moe_backend": "triton"}
         layers = [f"{name}_proj" for name in "q k v qkv o gate up gate_up down".split()]
+        guesser = "method" if flags.speculative_model == "mtp" else "model"
+        guess = {guesser: flags.speculative_model, "num_speculative_tokens": flags.speculative_tokens}
+        guess |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # of ngram: how many tokens must agree
         lora = {"enable_lora": True, "max_lora_rank": lora_rank, "lora_target_modules": layers}
+        fp8 = {"quantization": "fp8_per_channel", "quantization_config": {"ignore": [r"re:.*\.gate$"]}}
         kv_cache_gb = flags.kv_cache_gb or (None if gpus else 0.25)
         arguments = AsyncEngineArgs(
             model=model_path,
@@ -99,16 +117,21 @@ class Engine:
             disable_log_stats=True,
             mm_processor_cache_gb=0,  # its two halves would be cleared at different moments of a refit
             enable_return_routed_experts=flags.router_replay == "on",
+            speculative_config=guess if flags.speculative_tokens else None,
+            per_request_spec_decode_metrics="summary" if flags.speculative_tokens else "none",
             tensor_parallel_size=flags.engine_tp,
+            enable_expert_parallel=flags.engine_ep,
             distributed_executor_backend="mp" if flags.engine_tp > 1 else None,
             kv_cache_memory_bytes=kv_cache_gb and int(kv_cache_gb * 2**30),
             **(on_gpu if gpus else {"enforce_eager": True}),
             **(lora if lora_rank else {}),
+            **(fp8 if flags.quantization == "fp8" else {}),
         )
         self.llm = AsyncLLM.from_engine_args(arguments)
         self.make_sampling, self.final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         self.flags, self.max_model_len = flags, flags.max_model_len
-        self.requests, self.sampled_tokens, self.image_token = 0, 0, image_token(model_path)
+        self.requests = self.sampled_tokens = self.guessed = self.accepted = 0  # the last two since a refit
+        self.image_token = image_token(model_path)
         # of every request; nothing is read from the path
         self.adapter = {"lora_request": LoRARequest("policy", 1, "sent by refits")} if lora_rank else {}
 
@@ -155,6 +178,9 @@ class Engine:
             pass
         if any(output.finish_reason == "error" for output in final.outputs):  # else an answer without tokens
             raise RuntimeError("vLLM ended a request with an error; the engine's log says why")
+        guesses = [output.spec_decode_metrics for output in final.outputs if output.spec_decode_metrics]
+        self.guessed += sum(each.num_draft_tokens for each in guesses)
+        self.accepted += sum(n * steps for each in guesses for n, steps in enumerate(each.histogram))
         if pictures and list(final.prompt_token_ids) != list(prompt_ids):
             sizes = f"{len(final.prompt_token_ids)} prompt tokens, {len(prompt_ids)} by its processor"
             raise ValueError(f"vLLM expands this model's images in its own way: {sizes}")
@@ -188,7 +214,9 @@ class Engine:
         """The weights of `version`, checked, and the label that the tokens sampled from now on will carry."""
         reports = await self.llm.collective_rpc("refit", args=(version,))
         await self.llm.update_weight_version(str(version))
-        return reports[0]
+        accepted = {"accepted_frac": self.accepted / self.guessed} if self.guessed else {}
+        self.guessed = self.accepted = 0
+        return reports[0] | accepted
 
     async def resume(self) -> None:
         await self.llm.resume_generation()

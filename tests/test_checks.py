@@ -15,7 +15,7 @@ from algos.grpo import Args
 from common import checks, cluster
 from common.env import EnvFlags
 from common.logger import LogFlags
-from common.models import make_tiny
+from common.models import make_tiny, random_tiny_vlm, save_vlm
 from common.parallel import ParallelFlags
 from common.rollout import EngineFlags
 
@@ -343,6 +343,61 @@ def test_router_replay_is_for_mixtures_of_experts_whose_engine_records_them(tmp_
                 continue
             with pytest.raises(checks.FlagError, match=said):
                 check(model, "on", **flags)
+
+
+ENGINES = [
+    ("dense", {"quantization": "fp8"}, {}, "--quantization fp8: .*not float32; use --rollout-dtype bfloat16"),
+    (
+        "moe",
+        {"quantization": "fp8", "rollout_dtype": "bfloat16"},
+        {},
+        "fp8: a CPU has no FP8 experts; use none",
+    ),
+    ("dense", {"quantization": "fp8"}, {"lora_rank": 8}, "--quantization fp8: not tried with --lora-rank"),
+    ("vlm", {"quantization": "fp8"}, {}, "--quantization fp8: not tried with .* images"),
+    (
+        "dense",
+        {"speculative_tokens": 3},
+        {"lora_rank": 8},
+        "--speculative-tokens 3: not tried with --lora-rank",
+    ),
+    ("vlm", {"speculative_tokens": 3}, {}, "--speculative-tokens 3: not tried with .* images"),
+    ("dense", {"speculative_tokens": 3, "speculative_model": "mtp"}, {}, "no heads that guess; use ngram"),
+    ("dense", {"speculative_tokens": 3, "speculative_model": "no/where"}, {}, "--speculative-model no/where"),
+    (
+        "dense",
+        {"engine_ep": True, "engine_tp": 2},
+        {},
+        "--engine-ep: needs experts, .* leave it out",
+    ),
+    ("moe", {"engine_ep": True, "engine_tp": 2}, {}, "--engine-ep: needs .* GPUs .* leave it out"),
+]
+
+
+@pytest.mark.parametrize("model, engine, flags, said", ENGINES)
+def test_an_engine_that_cannot_sample_so_is_refused(model, engine, flags, said, tmp_path):
+    if model == "vlm":
+        path = save_vlm(*random_tiny_vlm(seed=0), tmp_path / model)
+    else:
+        path = make_tiny(tmp_path / model, moe=model == "moe", tied=model == "dense")
+    with pytest.raises(checks.FlagError, match=said):
+        checks.check_layout(path, ParallelFlags(**flags), EngineFlags(**engine))
+
+
+def test_an_engine_that_can_sample_so_is_not(tmp_path, monkeypatch):
+    dense, sparse = make_tiny(tmp_path / "dense"), make_tiny(tmp_path / "moe", moe=True, tied=False)
+    for guesser in ("ngram", dense):
+        engine = EngineFlags(speculative_tokens=3, speculative_model=guesser)
+        checks.check_layout(dense, ParallelFlags(), engine)
+    fp8 = EngineFlags(quantization="fp8", rollout_dtype="bfloat16")
+    checks.check_layout(dense, ParallelFlags(), fp8)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # so there may be GPUs
+    checks.check_layout(sparse, ParallelFlags(), EngineFlags(engine_ep=True, engine_tp=2, quantization="fp8"))
+    with pytest.raises(checks.FlagError, match="--engine-ep: needs .* --engine-tp; leave it out"):
+        checks.check_layout(sparse, ParallelFlags(), EngineFlags(engine_ep=True))
+    checks.check_layout(
+        dense, ParallelFlags(lora_rank=8), EngineFlags(speculative_model="mtp")
+    )  # without use
 
 
 def test_packing_is_refused_for_models_whose_rows_it_would_mix(tmp_path):

@@ -62,7 +62,7 @@ class Link:
         with torch.no_grad():
             biases = [b for name, b in self.model.named_buffers() if name.endswith("e_score_correction_bias")]
             for weight in [*self.model.parameters(), *biases]:
-                weight += 0.05 * torch.randn(weight.shape, generator=generator)
+                weight += 0.05 * torch.randn(weight.shape, generator=generator).to(weight.device)
 
 
 async def start_engine(path: str, workers: int = 1, **flags) -> Engine:
