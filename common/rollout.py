@@ -114,6 +114,7 @@ class Engine:
             generation_config="vllm",  # a checkpoint's own sampling defaults would change the policy
             weight_transfer_config=WeightTransferConfig(backend="instar"),
             worker_extension_cls="common.refit_worker.WorkerExtension",
+            scheduler_cls="common.scheduler.FinalLogprobs",
             disable_log_stats=True,
             mm_processor_cache_gb=0,  # its two halves would be cleared at different moments of a refit
             enable_return_routed_experts=flags.router_replay == "on",

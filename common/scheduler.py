@@ -1,0 +1,44 @@
+"""vLLM's scheduler, told to send log-probs once for each answer instead of once for each token.
+
+vLLM's front end unpacks three small arrays a token. With hundreds of answers in flight that takes longer than a
+decode step of a small model does, and the engine's own process packs them under the same lock as it schedules.
+"""
+
+import numpy as np
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.outputs import LogprobsLists
+
+
+class FinalLogprobs(AsyncScheduler):
+    """Holds the log-probs of a request of which only the final output is wanted, until its last token. Token
+    ids go out as they come: the version of the weights is noted with them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.held: dict[str, list[LogprobsLists]] = {}
+
+    def add_request(self, request) -> None:
+        super().add_request(request)
+        if request.sampling_params.output_kind == RequestOutputKind.FINAL_ONLY:
+            self.held[request.request_id] = []
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        batches = super().update_from_output(scheduler_output, model_runner_output)
+        for output in (each for batch in batches.values() for each in batch.outputs):
+            held = self.held.get(output.request_id)
+            if held is None:
+                continue
+            if output.new_logprobs is not None:
+                held.append(output.new_logprobs)
+                output.new_logprobs = None
+            if output.finished:
+                del self.held[output.request_id]
+                columns = list(zip(*(part[:3] for part in held)))
+                output.new_logprobs = LogprobsLists(*map(np.concatenate, columns)) if held else None
+        return batches
+
+    def finish_requests(self, request_ids, finished_status):
+        aborted = super().finish_requests(request_ids, finished_status)
+        self.held = {key: held for key, held in self.held.items() if key in self.requests}
+        return aborted
