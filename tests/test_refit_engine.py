@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import common.refit
-from common.checkpoint import save_model
+from common.checkpoint import gather_model, write_model
 from common.models import auto_class, char_tokenizer, make_tiny
 from common.refit import WeightSender, compare_probe, open_store
 from common.rollout import Engine, EngineFlags
@@ -89,7 +89,7 @@ def test_after_every_refit_the_engine_equals_a_fresh_one_on_the_new_weights(kind
         completion = (await link.engine.generate(PROMPTS[0], 1, 1.0, 4))[0]
         assert set(completion.versions.tolist()) == {3}
         link.engine.llm.shutdown()
-        save_model(link.model, char_tokenizer(), Path(new), rank=0)
+        write_model(gather_model(link.model, 0), link.model, char_tokenizer(), Path(new))
         fresh_engine = await start_engine(new, link.workers)
         fresh = await behaviour(fresh_engine)
         fresh_engine.llm.shutdown()
