@@ -72,7 +72,7 @@ def run(main, args) -> None:
                 sys.exit(128 + (signals or [signal.SIGINT])[0])
             if not args.save.fault_budget:
                 raise
-            lost = error
+            lost = error.with_traceback(None)  # which holds all of the run that has ended
             args.save.fault_budget, args.save.resume = args.save.fault_budget - 1, True
             print("starting again from the last checkpoint", flush=True)
 

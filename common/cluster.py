@@ -147,7 +147,7 @@ class Run(contextlib.AbstractContextManager):
         """Has what is being saved written, and with `more` saves what is trained, if the trainers and the
         queue live: they are all that it takes."""
         self.ending, self.actors, self.tasks, self.pings = True, {}, {}, {}
-        (step, update), self.timeout_s = self.update, RESCUE_S
+        (step, update), self.timeout_s = self.update, min(self.timeout_s, RESCUE_S)
         try:
             self.get(update, "the newest update")
             if more and step > self.saving:
@@ -221,7 +221,8 @@ class Run(contextlib.AbstractContextManager):
                     raise RunError(f"{self.tasks[ref]} returned before the run's end")
             pending = [ref for ref in pending if ref not in done]
             if pending and time.monotonic() > deadline:
-                told = f"{self._queue_state()}; stacks are in {self._write_stacks(what)}"
+                silent = ", ".join(self.pings.values()) or "no process"
+                told = f"{self._queue_state()}; busy or stopped: {silent}; see {self._write_stacks(what)}"
                 raise RunError(f"{what}: nothing after {timeout_s:.0f} s{told}")
             if not done:  # for a second: whoever has answered the last ping gets another
                 self.pings |= self._ping(but=set(self.pings.values()))

@@ -6,10 +6,12 @@ sends what the engine loaded from disk, so whatever changes a bit is wrong.
 """
 
 import math
+import threading
 import time
 from dataclasses import dataclass
 
 import torch
+import tqdm
 import vllm.model_executor.layers.utils
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -19,6 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from common import refit
 from common.refit import Entry, Plan, RefitError, checksum
 
+tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore in /dev/shm that a killed process leaves there
 pack_linear = vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm
 
 
