@@ -200,13 +200,10 @@ def delete_old(folder: Path, keep: int, keep_gb: float) -> None:
     saved = sorted(folder.glob("step_*[0-9]"), key=step_of)
     for older in saved[:-2]:
         shutil.rmtree(older / "trainer", ignore_errors=True)
-
-    def too_many() -> bool:
+    for index, oldest in enumerate(saved[:-1]):
         size = sum(file.stat().st_size for file in folder.glob("step_*[0-9]/**/*"))
-        return 0 < keep < len(saved) or 0 < keep_gb * 1e9 < size
-
-    while len(saved) > 1 and too_many():
-        shutil.rmtree(saved.pop(0))
+        if 0 < keep < len(saved) - index or 0 < keep_gb * 1e9 < size:
+            shutil.rmtree(oldest)
 
 
 def load_checkpoint(path: str, parts: dict) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import os
+import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from common.sample_queue import pack_group, unpack_group
 
 DEATHS = (RayActorError, OutOfMemoryError)
 ROOT_CAUSE_S = 3.0  # how long an error waits for the news that a process died, which may have caused it
-STACKS = "stacks.txt"  # of all processes of the run, when a deadline has passed
 RESCUE_S = 900.0  # how long a run that ends early waits for its trainers, to save what they have
 
 OUT_OF_MEMORY = "; lower --micro-batch-tokens (trainer), --gpu-memory-utilization, --kv-cache-gb (engine)"
@@ -41,9 +41,9 @@ class DeadlineFlags:
     """Seconds that a weight transfer may take before the run ends."""
 
 
-def catch_stacks(actor, path: str) -> None:
-    """From now on the process of this actor writes its stacks to `path` at a SIGUSR2."""
-    faulthandler.register(signal.SIGUSR2, open(path, "a"))
+def catch_stacks(actor, logs: str) -> None:
+    """From now on the process of this actor adds its stacks to a file in `logs` at a SIGUSR2."""
+    faulthandler.register(signal.SIGUSR2, open(f"{logs}/stacks.txt", "a"))
 
 
 class RunError(RuntimeError):
@@ -190,7 +190,7 @@ class Run(contextlib.AbstractContextManager):
         remote = ray.remote(actor_class)
         pairs = zip(arguments, options, strict=True)
         handles = [remote.options(num_cpus=0, **own).remote(*each) for each, own in pairs]
-        self.ask(handles, "__ray_call__", catch_stacks, str(Path(self.output_dir, STACKS).absolute()))
+        self.ask(handles, "__ray_call__", catch_stacks, str(Path(self.output_dir, "logs").resolve()))
         names = [name if len(handles) == 1 else f"{name} {index}" for index in range(len(handles))]
         self.actors |= dict(zip(names, handles, strict=True))
         return handles
@@ -237,19 +237,21 @@ class Run(contextlib.AbstractContextManager):
         except Exception as error:
             return f" (the queue does not answer: {type(error).__name__})"
 
-    def _write_stacks(self, what: str) -> Path:
-        """What each thread of the driver and of the actors does now, into a file, and whether their children
-        are stopped. (Of a Ray that runs already, the actors are not below the driver, and left out.)"""
-        with open(path := Path(self.output_dir, STACKS), "a") as file:
+    def _write_stacks(self, what: str) -> str:
+        """What each thread of the driver and of the actors does now, and which of their children are stopped,
+        in a file. (Of a Ray that ran before, the actors are not below the driver, and left out.)"""
+        path = f"{self.output_dir}/stacks.txt"
+        with contextlib.suppress(OSError), open(f"{self.output_dir}/logs/stacks.txt", "a") as file:
             print(f"=== {time.ctime()}, waited for {what}. The driver:", file=file, flush=True)
             faulthandler.dump_traceback(file)
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    title, is_actor = process.name(), process.name().startswith("ray::")
-                    print(f"--- {title}, {process.pid}: {process.status()}", file=file, flush=True)
-                    if is_actor:
+                    state = f"{process.name()}, {process.pid}: {process.status()}"
+                    print(f"--- {state}", file=file, flush=True)
+                    if state.startswith("ray::"):
                         process.send_signal(signal.SIGUSR2)
                         time.sleep(0.2)  # while it writes
+            shutil.copy(file.name, path)  # what Ray has will not stay
         return path
 
     def _root_cause(self, error: RunError) -> RunError:
