@@ -23,6 +23,7 @@ from common.sample_queue import pack_group, unpack_group
 
 DEATHS = (RayActorError, OutOfMemoryError)
 ROOT_CAUSE_S = 3.0  # how long an error waits for the news that a process died, which may have caused it
+ANSWER_S = 120.0  # how long a trainer may then stay in a refit that another one has left
 RESCUE_S = 900.0  # how long a run that ends early waits for its trainers, to save what they have
 
 OUT_OF_MEMORY = "; lower --micro-batch-tokens (trainer), --gpu-memory-utilization, --kv-cache-gb (engine)"
@@ -150,6 +151,7 @@ class Run(contextlib.AbstractContextManager):
         (step, update), self.timeout_s = self.update, min(self.timeout_s, RESCUE_S)
         try:
             self.get(update, "the newest update")
+            self.get(self.ask(self.trainers, "__ray_ready__"), "the trainers", ANSWER_S)
             if more and step > self.saving:
                 print(f"saved {self.save(step, wait=True)}", flush=True)
             self.finish_saving()
