@@ -223,9 +223,8 @@ class Run(contextlib.AbstractContextManager):
                     raise RunError(f"{self.tasks[ref]} returned before the run's end")
             pending = [ref for ref in pending if ref not in done]
             if pending and time.monotonic() > deadline:
-                silent = ", ".join(self.pings.values()) or "no process"
-                told = f"{self._queue_state()}; busy or stopped: {silent}; see {self._write_stacks(what)}"
-                raise RunError(f"{what}: nothing after {timeout_s:.0f} s{told}")
+                told = f"{timeout_s:.0f} s{self._queue_state()}{self._silent()}"
+                raise RunError(f"{what}: nothing after {told}; see {self._write_stacks(what)}")
             if not done:  # for a second: whoever has answered the last ping gets another
                 self.pings |= self._ping(but=set(self.pings.values()))
         return ray.get(refs)
@@ -238,6 +237,12 @@ class Run(contextlib.AbstractContextManager):
             return f" ({ray.get(self.queue.state.remote(), timeout=5.0)})" if self.queue else ""
         except Exception as error:
             return f" (the queue does not answer: {type(error).__name__})"
+
+    def _silent(self) -> str:
+        """Which actors are busy, stopped or gone, for messages."""
+        pings = self._ping()
+        late = ray.wait([*pings], num_returns=len(pings), timeout=5.0)[1] if pings else []
+        return f"; no answer from {', '.join(pings[ref] for ref in late)}" if late else ""
 
     def _write_stacks(self, what: str) -> str:
         """What each thread of the driver and of the actors does now, and which of their children are stopped,

@@ -23,7 +23,7 @@ def stop_one(run: Driver, title: str):
 
 @pytest.mark.parametrize(
     "title, silent",
-    [("VLLM::EngineCore", "no process"), ("ray::RolloutWorker", "engine"), ("ray::Trainer", "trainer")],
+    [("VLLM::EngineCore", ""), ("ray::RolloutWorker", "engine"), ("ray::Trainer", "trainer")],
 )
 def test_a_stopped_process_is_missed_at_the_deadline_and_nothing_of_it_is_left(drive, title, silent):  # noqa: F811
     run = drive(*TINY, *DEADLINES, "--max-steps", "100000")
@@ -33,7 +33,7 @@ def test_a_stopped_process_is_missed_at_the_deadline_and_nothing_of_it_is_left(d
     print(run.output())
     (told,) = [line for line in run.output().splitlines() if line.startswith("run ended: RunError: ")]
     assert f": nothing after {DEADLINE_S} s" in told and "groups are running" in told
-    assert silent in told.partition("busy or stopped: ")[2].partition("; see ")[0].split(", ")
+    assert told.partition("; no answer from ")[2].partition(";")[0] == silent
     stacks = (run.output_dir / "stacks.txt").read_text()
     assert str(run.output_dir / "stacks.txt") in told
     assert "The driver:" in stacks and "in get" in stacks and "cluster.py" in stacks
