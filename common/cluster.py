@@ -218,7 +218,7 @@ class Run(contextlib.AbstractContextManager):
                 try:
                     self._check(ref, self.pings.pop(ref, None) or self.tasks.get(ref) or what)
                 except RunError as error:
-                    raise self._root_cause(error)
+                    raise self._root_cause(error, dict.fromkeys(pending, what))
                 if ref in self.tasks:
                     raise RunError(f"{self.tasks[ref]} returned before the run's end")
             pending = [ref for ref in pending if ref not in done]
@@ -261,10 +261,12 @@ class Run(contextlib.AbstractContextManager):
             shutil.copy(file.name, path)  # what Ray has will not stay
         return path
 
-    def _root_cause(self, error: RunError) -> RunError:
+    def _root_cause(self, error: RunError, waited_for: dict[ray.ObjectRef, str]) -> RunError:
         """The error of the process that died, which may come after that of a peer (a lost connection)."""
-        watched, deadline = self.tasks | self._ping(), time.monotonic() + ROOT_CAUSE_S
-        while watched and not isinstance(error.__cause__, DEATHS) and time.monotonic() < deadline:
+        watched, deadline = waited_for | self.tasks | self._ping(), time.monotonic() + ROOT_CAUSE_S
+        while watched and time.monotonic() < deadline:
+            if isinstance(error.__cause__, DEATHS) or "EngineDeadError" in str(error):
+                break
             done, _ = ray.wait(list(watched), timeout=0.1)
             for ref in done:
                 try:
