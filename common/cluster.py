@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import os
+import re
 import shutil
 import signal
 import time
@@ -252,10 +253,11 @@ class Run(contextlib.AbstractContextManager):
             print(f"=== {time.ctime()}, waited for {what}. The driver:", file=file, flush=True)
             faulthandler.dump_traceback(file)
             for process in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    state = f"{process.name()}, {process.pid}: {process.status()}"
-                    print(f"--- {state}", file=file, flush=True)
-                    if state.startswith("ray::"):
+                with contextlib.suppress(psutil.Error, OSError):
+                    status = Path(f"/proc/{process.pid}/status").read_text()
+                    caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+                    print(f"--- {process.name()}, {process.pid}: {process.status()}", file=file, flush=True)
+                    if caught >> (signal.SIGUSR2 - 1) & 1:  # others it would kill
                         process.send_signal(signal.SIGUSR2)
                         time.sleep(0.2)  # while it writes
             shutil.copy(file.name, path)  # what Ray has will not stay
