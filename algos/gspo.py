@@ -635,7 +635,7 @@ def main(args: Args) -> None:
     headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
     trackers = open_trackers(args.log, config, progress["step"])
     log = Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers)
-    with log, Run(args.deadline.step_timeout_s, args.log.output_dir, progress["step"]) as run:
+    with log, Run(args.deadline.step_timeout_s, args.log.output_dir, progress["step"], args.save) as run:
         log.console.print(plan)
         if args.debug.replay_rollouts:
             return replay(args, log, checkpoint, progress["step"])
@@ -691,7 +691,7 @@ def main(args: Args) -> None:
 
             # how it went
             if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
-                path = run.save(step + 1)
+                path = run.save(step + 1, wait=last)
             clock.lap("time/save")
             ticks += [run.ask(run.workers, "stats")]
             if last:

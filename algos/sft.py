@@ -376,7 +376,7 @@ def main(args: Args) -> None:
     trackers = open_trackers(args.log, config, progress["step"])
     with (
         Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers) as log,
-        Run(args.deadline.step_timeout_s, args.log.output_dir, progress["step"]) as run,
+        Run(args.deadline.step_timeout_s, args.log.output_dir, progress["step"], args.save) as run,
     ):
         if len(rows) < len(conversations):
             log.warn(too_long)
@@ -407,7 +407,7 @@ def main(args: Args) -> None:
 
             # how it went
             if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
-                path = run.save(step + 1)
+                path = run.save(step + 1, wait=last)
             clock.lap("time/save")
             if last:
                 row["loss/eval_end"] = held_out_loss(run, held_out, args)

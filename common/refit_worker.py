@@ -6,10 +6,12 @@ sends what the engine loaded from disk, so whatever changes a bit is wrong.
 """
 
 import math
+import threading
 import time
 from dataclasses import dataclass
 
 import torch
+import tqdm
 import vllm.model_executor.layers.utils
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -21,6 +23,7 @@ from vllm.v1.sample import rejection_sampler
 from common import refit
 from common.refit import Entry, Plan, RefitError, checksum, words_of
 
+tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore in /dev/shm that a killed process leaves there
 pack_linear = vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm
 rotate = RotaryEmbedding.forward_cpu
 

@@ -200,7 +200,15 @@ class Engine:
         info = {"host": host, "port": port, "start_timeout_s": start_timeout_s, "timeout_s": timeout_s}
         info |= {"num_trainers": num_trainers, "num_workers": self.flags.num_engines * workers}
         info |= {"first_worker": index * workers}
-        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        await self._alive(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info)))
+
+    async def _alive(self, call):
+        """The result of a control call. vLLM would wait for it for ever if the engine's process dies."""
+        task = asyncio.ensure_future(call)
+        while not (await asyncio.wait([task], timeout=0.5))[0]:
+            if self.llm.errored:
+                raise self.llm.dead_error
+        return task.result()
 
     async def pause(self) -> None:
         """Deals with what is in flight as --refit-mode says, and clears every cache: KV is computed again
@@ -209,18 +217,19 @@ class Engine:
         `AsyncLLM.pause_generation` is the same two calls and a fixed sleep of 20 ms.
         """
         await self.llm.renderer.clear_mm_cache_async()
-        await self.llm.engine_core.pause_scheduler_async(mode=self.flags.refit_mode, clear_cache=True)
+        pausing = self.llm.engine_core.pause_scheduler_async(mode=self.flags.refit_mode, clear_cache=True)
+        await self._alive(pausing)
 
     async def receive_weights(self, version: int) -> dict:
         """The weights of `version`, checked, and the label that the tokens sampled from now on will carry."""
-        reports = await self.llm.collective_rpc("refit", args=(version,))
-        await self.llm.update_weight_version(str(version))
+        reports = await self._alive(self.llm.collective_rpc("refit", args=(version,)))
+        await self._alive(self.llm.update_weight_version(str(version)))
         accepted = {"accepted_frac": self.accepted / self.guessed} if self.guessed else {}
         self.guessed = self.accepted = 0
         return reports[0] | accepted
 
     async def resume(self) -> None:
-        await self.llm.resume_generation()
+        await self._alive(self.llm.resume_generation())
 
 
 def read_completion(output, top_k: int = 0) -> Completion:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import common.refit
-from common.checkpoint import save_model
+from common.checkpoint import gather_model, write_model
 from common.models import char_tokenizer, save
 from common.refit import RefitError, WeightSender, compare_probe
 from common.rollout import Engine, EngineFlags
@@ -89,7 +89,7 @@ def test_after_refits_an_fp8_engine_equals_a_fresh_one_on_the_new_weights(kind, 
         refitted = await behaviour(link.engine)
         assert (refitted - before)[:, forced].abs().max() > 0.1, "the perturbation must be visible"
         link.engine.llm.shutdown()
-        save_model(link.model, char_tokenizer(), tmp_path / "new", rank=0)
+        write_model(gather_model(link.model, 0), link.model, char_tokenizer(), tmp_path / "new")
         fresh = await start_engine(str(tmp_path / "new"))
         assert torch.equal(refitted, await behaviour(fresh)), "bit for bit"
         fresh.llm.shutdown()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import common.refit
-from common.checkpoint import save_model
+from common.checkpoint import gather_model, write_model
 from common.models import auto_class, char_tokenizer, make_tiny
 from common.refit import WeightSender, compare_probe, open_store
 from common.rollout import Engine, EngineFlags
@@ -188,7 +188,7 @@ def test_after_every_refit_the_engine_equals_a_fresh_one_on_the_new_weights(kind
         refitted, theirs = await behaviour(link.engine), logprobs_of(link.model)
         completion = (await link.engine.generate(PROMPTS[0], 1, 1.0, 4))[0]
         assert set(completion.versions.tolist()) == {3}
-        save_model(link.model, char_tokenizer(), Path(new), rank=0)
+        write_model(gather_model(link.model, 0), link.model, char_tokenizer(), Path(new))
         if kind in FAULTS:
             await spoil_a_transfer(
                 link, FAULTS[kind], 4, "checksum of .*other bits than were sent", monkeypatch

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.checkpoint import save_model
+from common.checkpoint import gather_model, write_model
 from common.models import char_tokenizer, make_tiny
 from common.rollout import Engine, EngineFlags
 from tests.test_refit_engine import Link
@@ -152,7 +152,7 @@ def test_tokens_are_distributed_as_the_model_says(link):
 
 def test_greedy_answers_are_those_of_an_engine_that_guesses_nothing(link):
     async def run():
-        save_model(link.model, char_tokenizer(), link.folder / "new", rank=0)
+        write_model(gather_model(link.model, 0), link.model, char_tokenizer(), link.folder / "new")
         plain = await start_engine(str(link.folder / "new"))
         for index in range(8):
             prompt = [*prompt_of(index), *REPEATS]
