@@ -11,7 +11,8 @@ import sys
 import torch.multiprocessing
 
 DEADLINE_S = 480
-FORKS = torch.multiprocessing.get_context("forkserver")
+# with GPUs spawned after all: an import of the server may ask for CUDA, which then no fork of it can use
+FORKS = torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 FORKS.set_forkserver_preload(["algos.grpo", "algos.ppo", "nemo_automodel._transformers.auto_model"])
 
 

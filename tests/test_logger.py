@@ -169,8 +169,9 @@ def test_an_error_is_named_and_not_hidden(tmp_path, capsys):
         with Logger(tmp_path, {}, 9, HEADLINE) as log:
             log.log_step(row(0))
             log.log_step(row(1))
-            raise RuntimeError("a long story\n  engine 1 died\n")
-    assert capsys.readouterr().out.splitlines()[-1] == "run ended: RuntimeError:   engine 1 died"
+            raise RuntimeError("a long story\n  engine 1 died\n") from ValueError("in [1]\n  worse")
+    told = capsys.readouterr().out.splitlines()
+    assert told[-3:] == ["in [1]", "  worse", "run ended: RuntimeError:   engine 1 died"]
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 2
     assert (tmp_path / "curve.png").stat().st_size > 0 and not (tmp_path / "summary.json").exists()
 
