@@ -119,7 +119,8 @@ def main(args: Args) -> None:
         make_tiny(Path(path))
     else:
         make_checkpoint(args.model, path, getattr(torch, dtype))
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": "0"}} if on_gpu else {}}
+    first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": first}} if on_gpu else {}}
     worker, masters = (ray.remote(kind).options(**options).remote() for kind in (Worker, bench.Masters))
     sizes = {"kv_cache_gb": 16.0 if on_gpu else 0.5, "num_engines": 1}
     ray.get(worker.start.remote(path, dtype, "instar", sizes, 0.4 * on_gpu), timeout=400)
