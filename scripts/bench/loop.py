@@ -1,7 +1,7 @@
 """How close is a step of the asynchronous loop to the slower of its two halves?
 
     python scripts/bench/loop.py                                                   two cores: tiny, reverse
-    python scripts/bench/loop.py --flags "--model PATH --env jsonl:data.jsonl ..."     GPUs
+    python scripts/bench/loop.py "--flags=--model PATH --env jsonl:data.jsonl ..."     GPUs
 
 Runs of `algos/grpo.py` in turns: synchronous (--max-staleness 0), where rollout and training are timed alone,
 each while the other one waits; and asynchronous, where they overlap. Medians over the steps of each run:
@@ -22,7 +22,6 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).parents[2]
-SKIPPED = 10  # first steps, which start from an empty queue
 
 
 @dataclass
@@ -32,7 +31,9 @@ class Args:
     staleness: int = 4
     """--max-staleness of the asynchronous runs."""
     steps: int = 40
-    """Steps of a run, of which the first ten do not count."""
+    """Steps of a run."""
+    skip: int = 10
+    """First steps that do not count: they start from an empty queue, and compile."""
     repeats: int = 2
     """Runs of each kind, in turns."""
     out: str = ""
@@ -47,12 +48,13 @@ def run(args: Args, staleness: int) -> dict:
         command += ["--max-staleness", str(staleness), "--output-dir", f"{folder}/run"]
         subprocess.run(command, cwd=ROOT, check=True, timeout=1800, stdout=subprocess.DEVNULL)
         text = Path(folder, "run", "metrics.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()][SKIPPED:-1]  # the last one also evaluates
+    rows = [json.loads(line) for line in text.splitlines()][args.skip : -1]  # the last one also evaluates
     names = ("step", "trainer_wait", "train", "refit", "refit_pause", "rollout_wait")
     found = {name: statistics.median(row[f"time/{name}"] for row in rows) for name in names}
     found["overlap"] = statistics.mean(row["rollout/overlap_frac"] for row in rows)
     found["lag"] = statistics.mean(row["staleness/mean"] for row in rows)
     found["max_lag"] = max(row["staleness/max"] for row in rows)
+    print(f"max staleness {staleness}:", {name: round(value, 4) for name, value in found.items()}, flush=True)
     return {"max_staleness": staleness} | found
 
 
