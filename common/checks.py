@@ -232,8 +232,7 @@ def check_engine(model: str, config: dict, engine, lora_rank: int, on_gpus: bool
         if wrong:
             raise FlagError(f"{flag}: {why}")
     if guesses and guesser not in ("ngram", "mtp"):
-        check_model(guesser, "--speculative-model")
-        engine.speculative_model = resolve_model(guesser)
+        engine.speculative_model = check_model(guesser, "--speculative-model").name_or_path
 
 
 GUESSING_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
