@@ -220,8 +220,7 @@ def check_engine(model: str, config: dict, engine, lora_rank: int, on_gpus: bool
     needed = "needs experts, GPUs and --engine-tp; leave it out"
     refuse_if(engine.engine_ep and not spread, "--engine-ep", needed)
     if guesses and guesser not in ("ngram", "mtp"):
-        check_model(guesser, "--speculative-model")
-        engine.speculative_model = resolve_model(guesser)
+        engine.speculative_model = check_model(guesser, "--speculative-model").name_or_path
 
 
 GUESSING_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")

@@ -52,7 +52,6 @@ def timing_metrics(times: dict, ticks: list[list[dict]], rollouts: list[Rollout]
     sampled = np.array([sum(engine["sampled_tokens"] for engine in tick) for tick in ticks])
     step_s = sum(times.values()) - times["time/eval"]
     training, whole = clock[2] - clock[1], clock[3] - clock[0]
-    guesses = {"rollout/accepted_frac": sent["accepted_frac"]} if "accepted_frac" in sent else {}
     return times | {
         "time/step": step_s,
         "time/rollout_wait": float(np.mean(whole - (busy[3] - busy[0]))),
@@ -62,7 +61,7 @@ def timing_metrics(times: dict, ticks: list[list[dict]], rollouts: list[Rollout]
         "perf/samples_per_s": len(rollouts) / step_s,
         "perf/train_tokens_per_s": sum(rollout.num_actions for rollout in rollouts) / times["time/train"],
         "perf/rollout_tokens_per_s": float((sampled[3] - sampled[0]) / np.mean(whole)),
-        **guesses,
+        **{name: value for name, value in sent.items() if name == "rollout/accepted_frac"},
     }
 
 

@@ -224,7 +224,7 @@ class Engine:
         """The weights of `version`, checked, and the label that the tokens sampled from now on will carry."""
         reports = await self._alive(self.llm.collective_rpc("refit", args=(version,)))
         await self._alive(self.llm.update_weight_version(str(version)))
-        accepted = {"accepted_frac": self.accepted / self.guessed} if self.guessed else {}
+        accepted = {"rollout/accepted_frac": self.accepted / self.guessed} if self.guessed else {}
         self.guessed = self.accepted = 0
         return reports[0] | accepted
 

@@ -5,6 +5,9 @@ experts, for which a CPU has no kernel.
 """
 
 import asyncio
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,3 +146,20 @@ def test_the_probe_tells_right_weights_from_wrong_ones(tmp_path):
             compare_probe(told, own(), dtype, "here")
 
     asyncio.run(run())
+
+
+def test_a_run_rounds_guesses_and_tells(tmp_path):
+    """Both at once, at staleness 0: what mismatch there is comes from rounding."""
+    flags = (
+        "--model tiny --env reverse --max-steps 3 --eval-every 9 --max-staleness 0 --rollout-dtype bfloat16"
+    )
+    flags += (
+        f" --quantization fp8 --speculative-tokens 3 --speculative-model tiny --output-dir {tmp_path / 'run'}"
+    )
+    command = [sys.executable, "-m", "algos.grpo", *flags.split()]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=560)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "MB by reload" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(1e-3 < row["mismatch/abs_mean"] < 0.3 for row in rows)
+    assert all(0.1 < row["rollout/accepted_frac"] < 1 for row in rows), "the policy as it began guesses well"

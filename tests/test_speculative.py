@@ -171,6 +171,6 @@ def test_the_report_of_a_refit_has_the_share_of_guesses_that_were_accepted(link)
         (completion,) = await link.engine.generate([*prompt_of(0), *REPEATS], 1, 0.0, 100)
         accepted, guessed = link.engine.accepted, link.engine.guessed
         assert 0 <= accepted <= guessed and accepted < len(completion.token_ids) and guessed > 0
-        assert (await link.refit(101))["accepted_frac"] == accepted / guessed
+        assert (await link.refit(101))["rollout/accepted_frac"] == accepted / guessed
 
     link.run(run())

@@ -9,6 +9,7 @@ import torch
 from tests.test_fp8 import (
     test_a_weight_that_is_not_sent_ends_the_run_at_the_gate,
     test_after_refits_an_fp8_engine_equals_a_fresh_one_on_the_new_weights,
+    test_a_run_rounds_guesses_and_tells,
     test_the_probe_tells_right_weights_from_wrong_ones,
 )
 
