@@ -135,7 +135,7 @@ def table(events: list[dict]) -> list[dict]:
             for row in rows:
                 if started and row["stall_s"] is None:  # several, where the run died again at its start
                     row["stall_s"] = round(event["time"] - row["time"], 1)
-                    row["again"] = row["step"] - event["step"]
+                    row["again"] = max(row["step"] - event["step"], 0)
             due = event["step"] + 1
             for row in rows:
                 row["step"] = due if row["stall_s"] is None else row["step"]
