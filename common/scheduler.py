@@ -1,7 +1,7 @@
 """vLLM's scheduler, told to send log-probs once for each answer instead of once for each token.
 
-vLLM's front end unpacks three small arrays a token. With hundreds of answers in flight that takes longer than a
-decode step of a small model does, and the engine's own process packs them under the same lock as it schedules.
+vLLM's front end unpacks three small arrays for every token. With hundreds of answers in flight that takes
+longer than a decode step of a small model does, and the engine packs them under the lock it schedules under.
 """
 
 import numpy as np
