@@ -145,7 +145,7 @@ def read_layer(text: dict, index: int, num_experts: int) -> Layer:
     """Eager, transformers' norms keep their input in fp32, the normed value and the output (8 bytes an
     element); a projection keeps its input, SwiGLU four values, attention q, k, v and its output. Compiled, a
     norm keeps input and output in bf16 and makes the rest again. Where activations are computed again,
-    AutoModel wraps the layers of a mixture of experts, of all else norms, attention and MLP: four inputs stay."""
+    AutoModel wraps layers of a mixture of experts, of others norms, attention and MLP: four inputs stay."""
     h = text["hidden_size"]
     linear = (text.get("layer_types") or [""] * (index + 1))[index] == "linear_attention"
     if "kv_lora_rank" in text:  # MLA

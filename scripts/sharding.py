@@ -146,7 +146,7 @@ def narrow(config: dict) -> dict:
 
 @contextlib.contextmanager
 def without_torchvision():
-    """Where torchvision is missing, a package of that name with nothing in it; vLLM's own processes see it."""
+    """Where torchvision is missing, a package of that name with nothing in it, for vLLM's processes too."""
     if importlib.util.find_spec("torchvision"):
         yield
         return
