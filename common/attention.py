@@ -77,6 +77,9 @@ def image_inputs(model: torch.nn.Module, ids_BS: torch.Tensor, images: dict[str,
     # with a grid too, as AutoModel's forward takes them without naming them
     if images and ("image_grid_thw" in images or "mm_token_type_ids" in signature(model.forward).parameters):
         images = images | {"mm_token_type_ids": (ids_BS == model.config.image_token_id).int()}
+    if images and model.config.model_type == "qwen3_5_moe":  # AutoModel's would place its tokens as text
+        places = images["mm_token_type_ids"], images["image_grid_thw"]
+        images["position_ids"], _ = model.model.get_rope_index(ids_BS, *places)
     return images
 
 

@@ -43,10 +43,9 @@ def keep_linear_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 def rotate_rows(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
     """On a CPU vLLM's kernel turns the wrong numbers of a query [tokens, heads, size], as MLA has it."""
-    if query.ndim == 2:
-        return rotate(self, positions, query, key)
-    turned = rotate(self, positions, query.flatten(1).contiguous(), key.flatten(1).contiguous())
-    return turned[0].view(query.shape), turned[1].view(key.shape)
+    rows = [x.flatten(1).contiguous() for x in (query, key)] if query.ndim == 3 else [query, key]
+    turned = rotate(self, positions, *rows)
+    return turned if query.ndim == 2 else (turned[0].view(query.shape), turned[1].view(key.shape))
 
 
 vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm = keep_linear_plain

@@ -2,8 +2,8 @@
 a rank, and the engine's place for every name that a refit sends.
 
     python scripts/sharding.py --model DeepSeek-V3 --num-trainers 256 --trainer-ep 256 --zero 3
-    bash scripts/recipes/deepseek_v3.sh --dry-run                                  any recipe, with its flags
-    LAUNCH="python scripts/sharding.py" bash scripts/recipes/deepseek_v3.sh        the same without its model and data
+    bash scripts/recipes/deepseek_v3.sh --dry-run                              any recipe, with its flags
+    LAUNCH="python scripts/sharding.py" bash scripts/recipes/deepseek_v3.sh    the same without model or data
 
 With --dry-run the flags are checked first, as a run does, and the arithmetic of its batches is printed.
 
@@ -78,8 +78,8 @@ def fake_ranks(count: int):
 
 
 def meta_model(config: dict, flags: ParallelFlags) -> torch.nn.Module:
-    """What `common.parallel.build_model` makes on GPUs, by that function itself. AutoModel takes the config in
-    place of a checkpoint, and its four steps that need a GPU or values are left out."""
+    """What `common.parallel.build_model` makes on GPUs, by that function itself. AutoModel takes the config
+    in place of a checkpoint, and its four steps that need a GPU or values are left out."""
     from nemo_automodel import NeMoAutoModelForCausalLM, NeMoAutoModelForImageTextToText
     from nemo_automodel._transformers import infrastructure
     from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
@@ -146,7 +146,7 @@ def narrow(config: dict) -> dict:
 
 @contextlib.contextmanager
 def without_torchvision():
-    """Where torchvision is missing, a package of that name with nothing in it; for vLLM's own processes too."""
+    """Where torchvision is missing, a package of that name with nothing in it, for vLLM's processes too."""
     if importlib.util.find_spec("torchvision"):
         yield
         return

@@ -1,7 +1,7 @@
 """Recipes, cluster scripts and the Dockerfile: what can be shown of them without GPUs, Slurm, Kubernetes, Docker.
 
-A recipe's --dry-run is run as a user would (flags, shards of the real model, names); its command line, taken from
-the recipe itself, goes through scripts/plan.py.
+A recipe's --dry-run is run as a user would (flags, shards of the real model, names); its command line, taken
+from the recipe itself, goes through scripts/plan.py.
 """
 
 import ast

@@ -15,15 +15,8 @@ from common.rollout import Engine, EngineFlags
 PROMPTS = [[5 + 7 * i % 90, 11, 23 + i, 40, 71, 8 + i, 60, 33] for i in range(8)]
 MODELS = {"tied": {}, "untied": {"tied": False}, "moe": {"moe": True}, "tied, two workers": {}}
 MODELS["grouped"] = {"moe": "glm4", "tied": False}  # DeepSeek-V3's router: its bias is sent too
-MODELS["latent"] = {
-    "moe": "deepseek",
-    "tied": False,
-}  # and its attention, of which vLLM keeps views of weights
-REPACKED = {
-    "moe": 2 * 4 * 3,
-    "grouped": 1 * 8 * 3,
-    "latent": 1 * 8 * 3,
-}  # weights of experts, which a CPU kernel has its own way
+MODELS["latent"] = {"moe": "deepseek", "tied": False}  # and its attention: views of kv_b_proj
+REPACKED = {"moe": 2 * 4 * 3, "grouped": 1 * 8 * 3, "latent": 1 * 8 * 3}  # experts: a CPU kernel packs them
 
 
 class Link:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DeepSeek-V3 (671B): 256 GPUs that train, with one expert of each layer on each (EP 256), engines of 8 GPUs.
-# Not run. A tiny model of the kind (MLA, its router) is refitted and trained on a CPU; at this size:
+# Not run. A tiny model of the kind (MLA, its router) trained and was refitted on one H200; at this size:
 #   - bf16 needs 1.34 TB for an engine: 8 B300s, not 8 H200s, and an engine has one node at most here;
 #   - AutoModel's plain dispatcher gives every rank the tokens of all: micro-batches stay small, and nearly
 #     all of a step is that traffic (scripts/plan.py); DeepEP would be needed;

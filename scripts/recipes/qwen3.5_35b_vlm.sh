@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A vision-language model: Qwen3.5-35B-A3B, two nodes of eight H200s, its experts over the eight that train.
-# Not run. On a CPU the trainer's half of a tiny one was tested (tests/test_vision_experts.py: gradients under
-# EP with images, names of refits); its engine needs torchvision, so GPUs (tests/gpu/test_families.py).
-# Data: lines with images, as in docs/images.md.
+# Not run. On a CPU the trainer's half of a tiny one was tested (tests/test_vision_experts.py: gradients with
+# EP and images, names of refits); its engine, which needs torchvision, was not. A tiny Qwen3-VL-MoE ran whole
+# on one H200 (tests/gpu/test_families.py): MODEL=Qwen/Qwen3-VL-30B-A3B-Instruct. Data: docs/images.md.
 #   LAUNCH="python scripts/plan.py" bash scripts/recipes/qwen3.5_35b_vlm.sh  memory and time
 #   MODEL=folder bash scripts/recipes/qwen3.5_35b_vlm.sh --dry-run           flags, shards, names
 set -euo pipefail
