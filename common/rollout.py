@@ -88,6 +88,7 @@ class Engine:
     def __init__(self, model_path: str, dtype: str, seed: int, flags: EngineFlags, gpus: float, lora_rank=0):
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+        os.environ["NUMBA_NUM_THREADS"] = "1"  # ngram's numba would set torch's threads to all cores
         from vllm import AsyncEngineArgs, SamplingParams
         from vllm.config import WeightTransferConfig
         from vllm.lora.request import LoRARequest
