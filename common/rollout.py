@@ -83,10 +83,12 @@ class Engine:
 
     chat_server = None  # the task that starts it, once a ChatAgent needs it
     image_token: int | None = None  # the placeholder of a model with a vision tower
+    guessed = accepted = 0  # tokens, since the last refit
 
     def __init__(self, model_path: str, dtype: str, seed: int, flags: EngineFlags, gpus: float, lora_rank=0):
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+        os.environ["NUMBA_NUM_THREADS"] = "1"  # ngram's numba would set torch's threads to all cores
         from vllm import AsyncEngineArgs, SamplingParams
         from vllm.config import WeightTransferConfig
         from vllm.lora.request import LoRARequest
@@ -131,8 +133,7 @@ class Engine:
         self.llm = AsyncLLM.from_engine_args(arguments)
         self.make_sampling, self.final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         self.flags, self.max_model_len = flags, flags.max_model_len
-        self.requests = self.sampled_tokens = self.guessed = self.accepted = 0  # the last two since a refit
-        self.image_token = image_token(model_path)
+        self.requests, self.sampled_tokens, self.image_token = 0, 0, image_token(model_path)
         # of every request; nothing is read from the path
         self.adapter = {"lora_request": LoRARequest("policy", 1, "sent by refits")} if lora_rank else {}
 
