@@ -43,11 +43,6 @@ class DeadlineFlags:
     """Seconds that a weight transfer may take before the run ends."""
 
 
-def catch_stacks(actor, logs: str) -> None:
-    """From now on the process of this actor adds its stacks to a file in `logs` at a SIGUSR2."""
-    faulthandler.register(signal.SIGUSR2, open(f"{logs}/stacks.txt", "a"))
-
-
 class RunError(RuntimeError):
     """Something that the run needs has died, failed or missed its deadline; the message says which."""
 
@@ -143,7 +138,14 @@ class Run(contextlib.AbstractContextManager):
             elif more or isinstance(error, Exception) and self.saved < self.saving:
                 self._rescue(more)
         finally:
+            below = []
+            with contextlib.suppress(psutil.Error):
+                raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+                below = [child for raylet in raylets for child in raylet.children(recursive=True)]
             ray.shutdown()
+            for left in psutil.wait_procs(below, timeout=5.0)[1]:  # an engine whose worker was stopped
+                with contextlib.suppress(psutil.Error):
+                    left.kill()
 
     def _rescue(self, more: bool) -> None:
         """Has what is being saved written, and with `more` saves what is trained, if the trainers and the
@@ -190,6 +192,10 @@ class Run(contextlib.AbstractContextManager):
     def spawn(self, name: str, actor_class: type, arguments: list[tuple], options: list[dict]) -> list:
         """One actor for each tuple of constructor arguments and dict of Ray's options, called `name`, or
         `name` 0, 1, ... if several."""
+
+        def catch_stacks(actor, logs: str) -> None:  # in here Ray sends it as it is, without this module
+            faulthandler.register(signal.SIGUSR2, open(f"{logs}/stacks.txt", "a"))
+
         remote = ray.remote(actor_class)
         pairs = zip(arguments, options, strict=True)
         handles = [remote.options(num_cpus=0, **own).remote(*each) for each, own in pairs]

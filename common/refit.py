@@ -313,7 +313,8 @@ class Wire:
         self.member = rank in members
         if not self.member:
             return
-        place, timeout = (members.index(rank), len(members)), timedelta(seconds=timeout_s)
+        place = (members.index(rank), len(members))
+        timeout = timedelta(seconds=timeout_s + 5)  # after the driver's, which says who does not answer
         self.control = self.data = dist.ProcessGroupGloo(self.store, *place, timeout)
         if self.transport == "nccl":
             options = dist.ProcessGroupNCCL.Options()

@@ -131,6 +131,7 @@ def main() -> None:
     metrics = [json.loads(line) for line in rows.read_text().splitlines()]
     dropped = {key for row in metrics for key in row if key.startswith("rollout/dropped/")}
     trains = [each for before, each in pairwise(looks) if each["step"] > max(before["step"], args.kill_every)]
+    trains = [look for look in trains if look["engine"] and look["trainer"]]
     saves = [row["time/save"] for row in metrics[:-1] if row["step"] % 20 == 19 and "time/save" in row]
     result = {
         "command": "python scripts/soak.py " + " ".join(sys.argv[1:]),

@@ -32,7 +32,7 @@ def test_a_stopped_process_is_missed_at_the_deadline_and_nothing_of_it_is_left(d
     assert run.wait_for_end(TOLD_WITHIN_S) == 1
     print(run.output())
     (told,) = [line for line in run.output().splitlines() if line.startswith("run ended: RunError: ")]
-    assert f": nothing after {DEADLINE_S} s" in told and "groups are running" in told
+    assert f": nothing after {DEADLINE_S} s" in told and "are running" in told
     assert told.partition("; no answer from ")[2].partition(";")[0] == silent
     stacks = (run.output_dir / "stacks.txt").read_text()
     assert str(run.output_dir / "stacks.txt") in told
