@@ -615,7 +615,7 @@ def replay(args: Args, log: Logger, checkpoint: str | None, first_step: int) -> 
         clock.lap("time/step")
         if step + 1 == args.max_steps or args.save.save_every and (step + 1) % args.save.save_every == 0:
             path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
-            trainer.save(path, {"step": step + 1, "queue": None})
+            trainer.save(path, {"step": step + 1, "queue": None, "flags": args.save})
         log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
     log.summary({"checkpoint": path})
 

@@ -488,7 +488,7 @@ class Trainer:
                     if name == "critic" or alone <= 0:
                         if np.isfinite(grad_norm):  # on all ranks or on none
                             optimizer.step()
-                        measured.append((update_metrics(grad_norm, critic=name == "critic"), {}))
+                        measured.append((update_metrics(grad_norm, name == "critic", alone > 0), {}))
         # an update was made, of the policy if it is trained
         self.trained += any(("value/grad_norm" if alone > 0 else "grad_norm") in sums for sums, _ in measured)
         return rank_metrics(*zip(*measured, (self.head.router.metrics(), {"lr": rates["policy"]})))
@@ -738,7 +738,7 @@ def replay(args: Args, log: Logger, checkpoint: str | None, first_step: int) -> 
         clock.lap("time/step")
         if step + 1 == args.max_steps or args.save.save_every and (step + 1) % args.save.save_every == 0:
             path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
-            trainer.save(path, {"step": step + 1, "queue": None})
+            trainer.save(path, {"step": step + 1, "queue": None, "flags": args.save})
         log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
     log.summary({"checkpoint": path})
 

@@ -45,8 +45,8 @@ class SaveFlags:
     """How often the run starts again by itself, from its last checkpoint, when a process of it died or missed
     a deadline. 0: such a run ends."""
     grace_s: Annotated[float, Gt(0), Lt(1e9)] = 30.0
-    """Seconds that a run has to save and end after SIGTERM, SIGUSR1 or Ctrl-C. Give less than what sends them
-    waits before it kills."""
+    """Seconds that a run has to save and end after SIGTERM, SIGUSR1 or Ctrl-C, with the checkpoint that is
+    being written then. Give less than what sends them waits before it kills."""
     save_in_background: bool = True
     """Write a checkpoint while training goes on. Until it is written, the trainers' hosts hold a copy of it
     in memory: 16 bytes for each weight that trains."""
@@ -163,14 +163,16 @@ def save_checkpoint(path: str, rank: int, model, tokenizer, parts: dict, progres
     flags, rollouts = progress.pop("flags", SaveFlags(save_in_background=False)), progress.pop("rollouts", [])
     state, whole, group = trainer_state(parts), gather_model(model, rank), None
     if flags.save_in_background:
-        state, group = DefaultStager(StagingOptions(*[False] * 4)).stage(state), writers_group()
+        stager, group = DefaultStager(StagingOptions(*[False] * 4)), writers_group()
+        state = stager.stage(state)
+        stager.close()  # or it keeps the copy too, in a cycle that only a full collection ends
 
     def write() -> None:
         try:
             dcp.save(state, checkpoint_id=partial / "trainer", process_group=group)
         except CheckpointException as error:  # no Exception: Ray would say that the process died
             raise OSError(f"{error}\n{partial} could not be written; is the disk full?") from error
-        if rank == 0:  # alone: nobody waits for it if it fails
+        if rank == 0:
             write_model(whole, model, tokenizer, partial)
             dump_rollouts(str(partial / "trainer"), progress["step"], rollouts)
             files = {file.name: digest(file) for file in (partial / "trainer").iterdir()}
@@ -196,14 +198,16 @@ def delete_old(folder: Path, keep: int, keep_gb: float) -> None:
     """What failed, and the oldest checkpoints beyond `keep` (0: all) and `keep_gb` (0: no limit); of those
     before the newest two, what is there to go on from."""
     for failed in folder.glob("*.partial"):
-        shutil.rmtree(failed)
+        shutil.rmtree(failed, ignore_errors=True)
     saved = sorted(folder.glob("step_*[0-9]"), key=step_of)
     for older in saved[:-2]:
         shutil.rmtree(older / "trainer", ignore_errors=True)
     for index, oldest in enumerate(saved[:-1]):
-        size = sum(file.stat().st_size for file in folder.glob("step_*[0-9]/**/*"))
+        size = 0
+        with contextlib.suppress(FileNotFoundError):  # anybody may delete old ones
+            size = keep_gb and sum(file.stat().st_size for file in folder.glob("step_*[0-9]/**/*"))
         if 0 < keep < len(saved) - index or 0 < keep_gb * 1e9 < size:
-            shutil.rmtree(oldest)
+            shutil.rmtree(oldest, ignore_errors=True)
 
 
 def load_checkpoint(path: str, parts: dict) -> int:

@@ -316,6 +316,7 @@ def check_shared(model: str, engine, parallel, data, save, debug, log) -> None:
         check_path("--replay-rollouts", replayed, "step_000000.jsonl")
         why = "one process; leave out --num-trainers"
         refuse_if(parallel.num_trainers > 1, f"--replay-rollouts {replayed}", why)
+        save.save_in_background = False  # nobody would wait for it
     both, instead = debug.eval_only and save.resume, "give the checkpoint's folder as --model instead"
     refuse_if(both, "--eval-only --resume", instead)
     check_files(save, log)

@@ -124,6 +124,7 @@ class Run(contextlib.AbstractContextManager):
         self.output_dir, self.flags, self.ending = output_dir, flags, False
         self.saved = self.saving = step  # the newest checkpoint that is written, and that is being written
         self.update = step, []  # the newest one: steps trained with it, its calls
+        self.calls = []  # of the newest save
         self.queue, self.store, self.workers, self.trainers = None, None, [], []
         self.probe_ids, self.probes, self.last_refit = [], [], {}  # of the refit in flight
         self.actors: dict[str, ray.actor.ActorHandle] = {}
@@ -154,16 +155,22 @@ class Run(contextlib.AbstractContextManager):
         (step, update), self.timeout_s = self.update, min(self.timeout_s, RESCUE_S)
         try:
             self.get(update, "the newest update")
+            with contextlib.suppress(RunError, RayError, OSError):  # a save may take longer than ANSWER_S
+                self.get(self.calls, "saving")
             self.get(self.ask(self.trainers, "__ray_ready__"), "the trainers", ANSWER_S)
-            if more and step > self.saving:
+            try:
+                self.finish_saving()
+            except (RunError, RayError, OSError) as lost:  # what was trained after it may still be saved
+                print(f"not saved: {lost}", flush=True)
+            if more and step > self.saved:
                 print(f"saved {self.save(step, wait=True)}", flush=True)
-            self.finish_saving()
         except (RunError, RayError, OSError) as lost:
             print(f"not saved: {lost}", flush=True)
 
     def save(self, step: int, wait: bool = False) -> str:
         """A checkpoint of `step` trained steps, and of the groups that are finished. Returns its folder,
         which is there when the next one is saved, or now (`wait`)."""
+        self.finish_saving()  # asked of all ranks: they would wait in a barrier for one that failed alone
         path, queue, rollouts = f"{self.output_dir}/checkpoints/step_{step}", None, []
         if self.queue:
             queue, groups = self.get(self.queue.snapshot.remote(step), "the queue")
@@ -171,7 +178,8 @@ class Run(contextlib.AbstractContextManager):
                 with contextlib.suppress(RayError):  # it was lost with its engine: it is sampled again
                     rollouts += unpack_group(group, lambda reference: ray.get(reference, timeout=60))
         progress = ray.put({"step": step, "queue": queue, "rollouts": rollouts, "flags": self.flags})
-        self.get(self.ask(self.trainers, "save", path, progress), "saving")
+        self.calls = self.ask(self.trainers, "save", path, progress)
+        self.get(self.calls, "saving")
         self.saving = step
         if wait:
             self.finish_saving()
@@ -180,7 +188,12 @@ class Run(contextlib.AbstractContextManager):
     def finish_saving(self) -> None:
         """Waits until the newest checkpoint is written. Raises RunError if it could not be."""
         if self.saved < self.saving:
-            self.get(self.ask(self.trainers, "__ray_call__", finish_saving), "writing a checkpoint")
+            self.calls = self.ask(self.trainers, "__ray_call__", finish_saving)
+            try:
+                self.get(self.calls, "writing a checkpoint")
+            except RunError:  # there is no such checkpoint: it may be tried again
+                self.saving = self.saved
+                raise
             self.saved = self.saving
 
     def restore(self, rollouts: list[Rollout]) -> None:

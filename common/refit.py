@@ -298,7 +298,7 @@ class Wire:
     """The way from the trainer's ranks, the first ones here, to every engine worker. Apart from all other
     groups. Rank 0 sends; where memory is shared, every trainer rank packs for the worker beside it.
 
-    Every wait ends at `timeout_s` with RefitError or RuntimeError, also when a peer is gone.
+    Every wait ends soon after `timeout_s` with RefitError or RuntimeError, also when a peer is gone.
     """
 
     def __init__(self, store, rank: int, num_trainers: int, num_workers: int, device, timeout_s: float):

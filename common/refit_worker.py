@@ -54,7 +54,8 @@ RotaryEmbedding.forward_cpu = rotate_rows
 
 def expand(values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from=0, replace_to=0):
     """The temperature of each request for each of its guesses. vLLM's own for a CPU writes into a copy: what
-    was sampled there, and its log-probs, would be those of some random temperature."""
+    was sampled there, and its log-probs, would be those of some random temperature. (On a GPU vLLM's newer
+    runner has a sampler of its own.)"""
     counts = ends.diff(prepend=ends.new_zeros(1))
     replaced = torch.where(values == replace_from, replace_to, values)
     return replaced.repeat_interleave(counts, output_size=num_tokens)

@@ -10,6 +10,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.outputs import LogprobsLists
 
 
+def joined(parts: list[LogprobsLists]) -> LogprobsLists:
+    return LogprobsLists(*map(np.concatenate, zip(*(part[:3] for part in parts))))
+
+
 class FinalLogprobs(AsyncScheduler):
     """Holds the log-probs of a request of which only the final output is wanted, until its last token. Token
     ids go out as they come: the version of the weights is noted with them."""
@@ -20,7 +24,8 @@ class FinalLogprobs(AsyncScheduler):
 
     def add_request(self, request) -> None:
         super().add_request(request)
-        if request.sampling_params.output_kind == RequestOutputKind.FINAL_ONLY:
+        params = request.sampling_params  # a stop string is found in the front end, which then aborts here
+        if params.output_kind == RequestOutputKind.FINAL_ONLY and not params.stop:
             self.held[request.request_id] = []
 
     def update_from_output(self, scheduler_output, model_runner_output):
@@ -32,13 +37,15 @@ class FinalLogprobs(AsyncScheduler):
             if output.new_logprobs is not None:
                 held.append(output.new_logprobs)
                 output.new_logprobs = None
+                if len(held) == 64:  # views, each of which keeps the arrays of its whole step
+                    held[:] = [joined(held)]
             if output.finished:
                 del self.held[output.request_id]
-                columns = list(zip(*(part[:3] for part in held)))
-                output.new_logprobs = LogprobsLists(*map(np.concatenate, columns)) if held else None
+                output.new_logprobs = joined(held) if held else None
         return batches
 
     def finish_requests(self, request_ids, finished_status):
         aborted = super().finish_requests(request_ids, finished_status)
-        self.held = {key: held for key, held in self.held.items() if key in self.requests}
+        for request in aborted:  # not what ended in this step, whose output is yet to come
+            self.held.pop(request.request_id, None)
         return aborted

@@ -23,11 +23,12 @@ def scheduler(monkeypatch):
         AsyncScheduler, "add_request", lambda self, r: self.requests.update({r.request_id: r})
     )
     monkeypatch.setattr(AsyncScheduler, "update_from_output", lambda self, scheduled, outputs: outputs)
-    monkeypatch.setattr(AsyncScheduler, "finish_requests", lambda self, ids, status: self.requests.pop(ids))
+    monkeypatch.setattr(AsyncScheduler, "finish_requests", lambda self, ids, status: [self.requests.pop(ids)])
     made = FinalLogprobs()
 
-    def add(name: str, kind: RequestOutputKind) -> None:
-        made.add_request(SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(output_kind=kind)))
+    def add(name: str, kind: RequestOutputKind, stop=()) -> None:
+        params = SimpleNamespace(output_kind=kind, stop=list(stop))
+        made.add_request(SimpleNamespace(request_id=name, sampling_params=params))
 
     def step(*outputs: EngineCoreOutput) -> list[EngineCoreOutput]:
         return made.update_from_output(None, {0: EngineCoreOutputs(outputs=list(outputs))})[0].outputs
@@ -73,6 +74,39 @@ def test_what_is_streamed_or_has_no_logprobs_goes_out_as_it_is(scheduler):
     assert stream.new_logprobs.logprob_token_ids.tolist() == [[3, 103]]
     (plain,) = scheduler.step(sampled("plain", 5, end=FinishReason.STOP, logprobs=False))
     assert plain.new_logprobs is None and scheduler.held == {}
+
+
+def test_log_probs_come_with_their_tokens_where_the_front_end_may_end_the_answer(scheduler):
+    scheduler.add("tool", FINAL, stop=["</tool>"])
+    (tool,) = scheduler.step(sampled("tool", 3))
+    assert tool.new_logprobs.logprob_token_ids.tolist() == [[3, 103]] and scheduler.held == {}
+
+
+def test_a_long_answer_is_whole_and_keeps_no_array_of_a_whole_step(scheduler):
+    scheduler.add("long", FINAL)
+    everybody = np.arange(1000 * 512 * 2, dtype=np.int32).reshape(1000, 512, 2)
+    for ids in everybody[:200]:
+        part = LogprobsLists(ids[:1], -ids[:1].astype(np.float32), ids[:1, 0])
+        scheduler.step(EngineCoreOutput("long", [int(ids[0, 0])], part))
+    assert sum(part.logprob_token_ids.base is not None for part in scheduler.held["long"]) < 64
+    (whole,) = scheduler.step(sampled("long", 7, end=FinishReason.STOP))
+    assert whole.new_logprobs.logprob_token_ids[:, 0].tolist() == [*everybody[:200, 0, 0].tolist(), 7]
+
+
+def test_an_answer_that_ends_while_another_is_aborted_is_whole(scheduler, monkeypatch):
+    """vLLM ends a request that failed from inside of the update, when what ended by itself is gone."""
+    scheduler.add("ends", FINAL)
+    scheduler.add("fails", FINAL)
+    scheduler.step(sampled("ends", 3))
+
+    def update(self, scheduled, outputs):
+        self.requests.pop("ends")
+        self.finish_requests("fails", RequestStatus.FINISHED_ERROR)
+        return outputs
+
+    monkeypatch.setattr(AsyncScheduler, "update_from_output", update)
+    (ends,) = scheduler.step(sampled("ends", 4, end=FinishReason.STOP))
+    assert ends.new_logprobs.logprob_token_ids.tolist() == [[3, 103], [4, 104]] and scheduler.held == {}
 
 
 def test_nothing_is_kept_of_an_aborted_request(scheduler):

@@ -1,4 +1,5 @@
-"""`tests/test_speculative.py` on a GPU, where vLLM has another sampler, decode graphs and asynchronous scheduling.
+"""`tests/test_speculative.py` on a GPU, where vLLM has another sampler, decode graphs and, but
+for ngram, asynchronous scheduling.
 
 python -m pytest -q tests/gpu/test_speculative.py        one GPU, in about four minutes
 """
