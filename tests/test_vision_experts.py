@@ -62,6 +62,8 @@ def rank_process(rank: int, path: str, out: str, port) -> None:
         sent = {name: tensor.cpu() for name, tensor in checkpoint_tensors(weights_of(trainer.model))}
         trainer.train_step(make_minibatches(sighted_rows(), args, step=0)[rank], None)
         named = [(name, weight.grad) for name, weight in trainer.model.named_parameters()]
+        # AutoModel has a plural there
+        named = [(name.replace("shared_experts.", "shared_expert."), grad) for name, grad in named]
         gradients = dict(checkpoint_tensors((name, grad) for name, grad in named if grad is not None))
         torch.save((sent, gradients), f"{out}/{name}.{rank}")
         torch.distributed.destroy_process_group()
