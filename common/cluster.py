@@ -261,8 +261,7 @@ class Run(contextlib.AbstractContextManager):
 
     def _silent(self) -> str:
         """Which actors are busy, stopped or gone, for messages."""
-        pings = self._ping()
-        late = ray.wait([*pings], num_returns=len(pings), timeout=5.0)[1] if pings else []
+        late = ray.wait([*pings], num_returns=len(pings), timeout=5.0)[1] if (pings := self._ping()) else []
         return f"; no answer from {', '.join(pings[ref] for ref in late)}" if late else ""
 
     def _write_stacks(self, what: str) -> str:
