@@ -87,9 +87,7 @@ class Logger(contextlib.AbstractContextManager):
     Raises ValueError if an earlier one is missing. `trackers` get what the files get (`open_trackers`).
     """
 
-    def __init__(
-        self, output_dir, config: dict, total_steps: int, headline: tuple[str, ...], first_step=0, trackers=()
-    ):
+    def __init__(self, output_dir, config: dict, total_steps: int, headline, first_step=0, trackers=()):
         self.trackers = trackers
         self.output_dir, self.total_steps, self.headline = Path(output_dir), total_steps, headline
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -112,6 +110,7 @@ class Logger(contextlib.AbstractContextManager):
         for tracker in self.trackers:
             tracker.close()
         if error is not None:
+            self.console.print(error.__cause__ or "")  # as another process told it, above the line to read
             last_line = (str(error).strip().splitlines() or ["(no message)"])[-1]
             self.console.print(f"run ended: {kind.__name__}: {last_line}", style="bold red")
             with contextlib.suppress(OSError):  # a full disk must not hide what ended the run

@@ -61,6 +61,7 @@ def timing_metrics(times: dict, ticks: list[list[dict]], rollouts: list[Rollout]
         "perf/samples_per_s": len(rollouts) / step_s,
         "perf/train_tokens_per_s": sum(rollout.num_actions for rollout in rollouts) / times["time/train"],
         "perf/rollout_tokens_per_s": float((sampled[3] - sampled[0]) / np.mean(whole)),
+        **{name: value for name, value in sent.items() if name == "rollout/accepted_frac"},
     }
 
 
@@ -130,11 +131,13 @@ def rank_metrics(sums: list[dict], peaks: list[dict]) -> dict:
     return {"sums": merge(numbers), "peaks": highest}
 
 
-def update_metrics(grad_norm: float, critic: bool = False) -> dict:
-    """The norm of an update's gradient, or that the update was skipped since it was not finite."""
+def update_metrics(grad_norm: float, critic: bool = False, alone: bool = False) -> dict:
+    """The norm of an update's gradient, or that the update was skipped since it was not finite. `alone`: the
+    critic is all that trains, so its skips are the step's."""
     norm, skipped = ("value/grad_norm", "value/skipped_frac") if critic else ("grad_norm", "skipped_frac")
     finite = bool(np.isfinite(grad_norm))
-    return {skipped: (not finite, 1)} | ({norm: (grad_norm, 1)} if finite else {})
+    names = {skipped, "skipped_frac"} if alone else {skipped}
+    return dict.fromkeys(names, (not finite, 1)) | ({norm: (grad_norm, 1)} if finite else {})
 
 
 def training_metrics(ranks: list[dict]) -> dict:
@@ -158,7 +161,8 @@ def advice(row: dict, rollouts: list[Rollout], drops: dict, group_size: int, max
     errors = {r.invalid: r.info["error"] for r in rollouts if r.invalid and "error" in r.info}
     for reason, error in (errors | {reason: detail for reason, (_, detail) in drops.items()}).items():
         last_line = (str(error).strip().splitlines() or ["it says no more"])[-1]
-        found[reason] = f"some rollouts are invalid ({reason}): {last_line}"
+        what = "groups were left out" if reason in drops else "rollouts are invalid"
+        found[reason] = f"some {what} ({reason}): {last_line}"
     equal = row.get("reward/zero_std_group_frac") == 1 or row.get("reward/std") == 0
     if equal and "loss/teacher_kl" not in row:  # a teacher teaches whatever the rewards
         what = f"no two rewards of a baseline differ (mean {row['reward/mean']:.3g}): nothing is learned"

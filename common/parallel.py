@@ -12,6 +12,7 @@ import torch.distributed as dist
 from annotated_types import Ge, Gt, Lt
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 
 from common.attention import use_packed_attention
@@ -210,21 +211,19 @@ def clip_gradients(model: torch.nn.Module, max_norm: float, flags: ParallelFlags
 # --- The optimizer
 
 
-def make_optimizer(
-    model: torch.nn.Module, weight_decay: float, flags: ParallelFlags
-) -> torch.optim.Optimizer:
+def make_optimizer(model: torch.nn.Module, weight_decay: float, flags: ParallelFlags) -> Optimizer:
     """AdamW (fused on a GPU, its averages offloaded if so asked), or Muon. The learning rate is set later."""
     if flags.optimizer == "muon":
         from nemo_automodel.components.optim.optimizer import MuonConfig
 
         muon = MuonConfig(lr=0.0, weight_decay=weight_decay)
         return muon.build(model, device_mesh=model.mesh.device_mesh)[0]
-    kind = OffloadedAdamW if flags.offload_optimizer else torch.optim.AdamW
+    kind = OffloadedAdamW if flags.offload_optimizer else AdamW
     fused = next(model.parameters()).device.type == "cuda"
     return kind(model.parameters(), lr=0.0, weight_decay=weight_decay, fused=fused)
 
 
-class OffloadedAdamW(torch.optim.AdamW):
+class OffloadedAdamW(AdamW):
     """AdamW with its averages in CPU memory: those of one parameter at a time come to the GPU."""
 
     def step(self, closure=None) -> None:

@@ -350,6 +350,13 @@ def make_plan(args: Args) -> dict:
     if args.parallel.lora_rank:
         why = "adapters are not in the plan, which is of full training and its memory"
         raise FlagError(f"--lora-rank {args.parallel.lora_rank}: {why}; leave it out")
+    for flag, value, plain in (
+        ("--quantization", args.engine.quantization, "none"),
+        ("--speculative-tokens", args.engine.speculative_tokens, 0),
+    ):
+        if value != plain:
+            why = "not in the plan, which is of an engine in bfloat16 that guesses nothing"
+            raise FlagError(f"{flag} {value}: {why}; leave it out")
     model, flags = read_model(*find_config(args.model)), args.parallel
     workers, trainers = args.engine.num_engines * args.engine.engine_tp, flags.num_trainers
     gpus = args.gpus or (trainers if workers == trainers == 1 else workers + trainers)

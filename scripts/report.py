@@ -18,8 +18,10 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import numpy as np
@@ -70,7 +72,7 @@ class Run:
     name: str
     path: Path
     rows: list[dict]
-    samples: list[dict]
+    samples: list[dict]  # of three steps
     config: dict  # command, flags (in groups), versions
     notes: list[str]  # what is wrong with its files
     setting: int = 0
@@ -91,7 +93,7 @@ class Run:
             if not isinstance(v, dict)
         }
 
-    @property
+    @cached_property
     def scores(self) -> dict[str, dict[int, float | None]]:
         """{`eval/<env>/mean`: {policy version: score}}."""
         found: dict = {}
@@ -106,15 +108,26 @@ class Run:
 # --- Reading
 
 
-def read_lines(path: Path, notes: list[str]) -> list[dict]:
-    """A killed run may leave half a line at the end."""
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n") if path.exists() else [], 1):
+def read_lines(path: Path, notes: list[str], choose=lambda lines: lines) -> list[dict]:
+    """The records that `choose`, of {line number: text}, keeps. A killed run may leave half a line at the
+    end."""
+    records, text = [], path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    for number, line in choose(lines).items():
         try:
-            records += [json.loads(line)] if line.strip() else []
+            records.append(json.loads(line))
         except json.JSONDecodeError:
             notes.append(f"{path.name}: line {number} is broken and left out")
     return records
+
+
+def of_three_steps(lines: dict[int, str]) -> dict[int, str]:
+    """The samples of the first, a middle and the last step that has some: the others are not even parsed."""
+    found = {number: re.match(r'{"step": (\d+)', line) for number, line in lines.items()}
+    step = {number: int(match[1]) if match else 0 for number, match in found.items()}
+    steps = sorted(set(step.values()))
+    chosen = {steps[0], steps[len(steps) // 2], steps[-1]} if steps else set()
+    return {number: line for number, line in lines.items() if step[number] in chosen}
 
 
 def finite(value) -> float | None:
@@ -139,7 +152,8 @@ def read_run(path: Path, name: str) -> Run:
         config |= json.loads((path / "config.json").read_text(encoding="utf-8"))
     else:
         notes.append("config.json is missing: its flags are unknown")
-    run = Run(name, path, rows, read_lines(path / "samples.jsonl", notes), config, notes)
+    samples = read_lines(path / "samples.jsonl", notes, of_three_steps)
+    run = Run(name, path, rows, samples, config, notes)
     if not (path / "summary.json").exists():
         notes.append(f"has no summary.json: it did not finish, or goes on (step {len(rows)})")
     if lost:
@@ -184,9 +198,9 @@ def curve(runs: list[dict[int, float | None]], size: int, largest: bool) -> list
     points = []
     for _, by_run in sorted(buckets.items()):
         known = [[y for _, y in values if y is not None] for values in by_run]
-        means = [max(ys) if largest else float(np.mean(ys)) for ys in known if ys]
-        x = float(np.mean([x for values in by_run for x, _ in values]))
-        points.append((x, float(np.mean(means)), min(means), max(means)) if means else (x, None, None, None))
+        means = [max(ys) if largest else fmean(ys) for ys in known if ys]
+        x = fmean(x for values in by_run for x, _ in values)
+        points.append((x, fmean(means), min(means), max(means)) if means else (x, None, None, None))
     return points
 
 
@@ -252,8 +266,8 @@ def who_waited(rows: list[dict]) -> str:
     if not rows:
         return "<p>No step has its time.</p>"
     total = Counter()
-    for row in rows:
-        total.update({key: value for key, value in row.items() if isinstance(value, int | float)})
+    for key in {key for row in rows for key in row if key.startswith(("time/", DROPPED))}:
+        total[key] = sum(row.get(key) or 0 for row in rows)
     spent = {name: total[f"time/{key}"] for key, name in PARTS.items()}
     spent["other"] = max(0.0, total["time/step"] - sum(spent.values()))
     told = [(name, s / total["time/step"], f"{s / len(rows):.2g} s a step") for name, s in spent.items()]
@@ -308,11 +322,9 @@ def article(head: str, body: str) -> str:
 
 
 def transcripts(run: Run) -> str:
-    """Samples of the first, a middle and the last step that has some, coloured by advantage."""
-    steps = sorted({sample.get("step", 0) for sample in run.samples})
-    chosen = {steps[0], steps[len(steps) // 2], steps[-1]} if steps else set()
+    """The samples, coloured by advantage."""
     parts = []
-    for sample in [sample for sample in run.samples if sample.get("step", 0) in chosen]:
+    for sample in run.samples:
         told = [f"{name} {show(sample.get(name))}" for name in ("step", "rollout_id", "reward", "advantage")]
         told += [f"{show(sample.get('num_actions'))} tokens"]
         told += ["versions {} to {}".format(*sample["versions"])] if sample.get("versions") else []

@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 
 from algos import grpo
 from common.checks import EXPERTS, refuse
+from common.models import resolve_model
 from common.parallel import CudaIsCpu, ParallelFlags, build_model
 from common.refit import RefitError, check_coverage, checkpoint_tensors, learn_plan, weights_of
 
@@ -211,9 +212,11 @@ def make_report(model: str, flags: ParallelFlags) -> tuple[dict, dict, list]:
 
 def main(args: grpo.Args) -> None:
     start, flags = time.monotonic(), args.parallel
+    path = args.model
     if args.debug.dry_run:
-        grpo.main(args)
-    found, small, sent = make_report(args.model, flags)
+        grpo.main(args)  # fetches the model
+        path = resolve_model(args.model)
+    found, small, sent = make_report(path, flags)
     size, part, nbytes = found["parameters"] / 1e9, found["local"] / 1e9, found["bytes"] / 1e9
     ranks = f"{flags.num_trainers} ranks (EP {flags.trainer_ep}, TP {flags.trainer_tp})"
     print(f"{args.model} over {ranks}: {size:.4g}B parameters in {found['tensors']} tensors, ", end="")

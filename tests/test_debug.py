@@ -124,10 +124,10 @@ CASES = {
     "nothing": ({}, [rollout()], {}, {}),
     "an error": (
         {}, [rollout(), rollout("env_error", error="Traceback\n  line 3\nKeyError: 'x'\n")], {},
-        {"env_error": ["env_error", "KeyError: 'x'"]},
+        {"env_error": ["some rollouts are invalid (env_error): KeyError: 'x'"]},
     ),
     "a dropped group": ({}, [rollout()], {"timeout": (4, "not over after 600 s")},
-                        {"timeout": ["timeout", "not over after 600 s"]}),
+                        {"timeout": ["some groups were left out (timeout): not over after 600 s"]}),
     "both": ({}, [rollout("bad_reward", error="reward is nan")], {"env_died": (1, "died in step()")},
              {"bad_reward": ["reward is nan"], "env_died": ["died in step()"]}),
     "late": ({}, [rollout("late")], {}, {}),

@@ -4,13 +4,12 @@ import ast
 import importlib
 import re
 import shlex
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tyro
+
+from tests.ranks import run_program
 
 ROOT = Path(__file__).parents[1]
 ALGORITHMS = [path for path in sorted((ROOT / "algos").glob("*.py")) if path.name != "__init__.py"]
@@ -118,23 +117,11 @@ def test_documented_command_parses(where, module, arguments):
 MODULES = sorted({module for _, module, _ in commands()})
 
 
-@pytest.fixture(scope="module")
-def helps():
-    """What each module's --help does; two at a time, as nearly all of it are imports."""
-
-    def ask(module: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", module, "--help"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-    with ThreadPoolExecutor(2) as pool:
-        yield dict(zip(MODULES, pool.map(ask, MODULES)))
-
-
 @pytest.mark.parametrize("module", MODULES)
-def test_help(module, helps):
-    done = helps[module]
-    assert done.returncode == 0, done.stderr
-    assert "--model" in done.stdout
+def test_help(module, tmp_path):
+    told = tmp_path / "told"
+    code = run_program(f"{ROOT}/{module.replace('.', '/')}.py", ["--help"], str(told))
+    assert code == 0 and "--model" in told.read_text(), told.read_text()
 
 
 def test_documented_scripts_exist():

@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ranks import run_program
+
 ROOT = Path(__file__).parents[1]
 EDITS = ROOT / "tests" / "edits"
 ENVS = f"{EDITS}/envs.py"
@@ -71,9 +73,20 @@ def load(path: Path):
 
 def run(path: Path, out: Path, *flags: str) -> list[dict]:
     """The rows of a run of the file at `path`."""
-    command = [sys.executable, str(path), *FLAGS, "--output-dir", str(out), *flags]
+    argv = [*FLAGS, "--output-dir", str(out), *flags]
+    if "--replay-rollouts" in flags:
+        told = out.with_suffix(".out")
+        assert run_program(str(path), argv, str(told)) == 0, told.read_text()[-3000:]
+        return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(out)}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
+    done = subprocess.run(
+        [sys.executable, str(path), *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 

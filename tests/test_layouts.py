@@ -94,8 +94,8 @@ def train(
     results = {}
 
     def step(tokens: int, rows: list, lr: float) -> tuple[dict, dict]:
-        args.parallel.micro_batch_tokens = tokens
-        reported = trainer.train_step(make_minibatches(rows, args, step=5)[rank], lr, None)
+        args.parallel.micro_batch_tokens, args.lr = tokens, lr
+        reported = trainer.train_step(make_minibatches(rows, args, step=5)[rank], None)
         named = ((name, parameter.grad) for name, parameter in trainer.model.named_parameters())
         return reported, {name: tensor.to("cpu", copy=True) for name, tensor in checkpoint_tensors(named)}
 

@@ -32,7 +32,8 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_files_hold_what_was_logged(tmp_path):
+def test_files_hold_what_was_logged(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "algos.grpo", "--system-prompt", "Be brief."])
     folder = tmp_path / "new" / "run"
     sample = {"ticket": 7, "transcript": "a\nb\u2028\U0001f600", "reward": 1.0, "invalid": None}
     with Logger(folder, {"lr": 0.1, "folder": Path("x")}, 3, HEADLINE) as log:
@@ -49,7 +50,7 @@ def test_files_hold_what_was_logged(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     assert config["flags"] == {"folder": "x", "lr": 0.1}
     assert {"python", "torch", "ray"} <= set(config["versions"])
-    assert "pytest" in config["command"]
+    assert config["command"] == "python -m algos.grpo --system-prompt 'Be brief.'"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["eval/toy/mean"] == {"first": 0.25, "best": 0.75, "best_version": 2, "end": 0.5}
     assert summary["reward/mean"] == {"first": 0.0, "last": 0.2} and summary["best_checkpoint"] == "none"
@@ -168,8 +169,9 @@ def test_an_error_is_named_and_not_hidden(tmp_path, capsys):
         with Logger(tmp_path, {}, 9, HEADLINE) as log:
             log.log_step(row(0))
             log.log_step(row(1))
-            raise RuntimeError("a long story\n  engine 1 died\n")
-    assert capsys.readouterr().out.splitlines()[-1] == "run ended: RuntimeError:   engine 1 died"
+            raise RuntimeError("a long story\n  engine 1 died\n") from ValueError("in [1]\n  worse")
+    told = capsys.readouterr().out.splitlines()
+    assert told[-3:] == ["in [1]", "  worse", "run ended: RuntimeError:   engine 1 died"]
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 2
     assert (tmp_path / "curve.png").stat().st_size > 0 and not (tmp_path / "summary.json").exists()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import common.refit
-from common.checkpoint import save_model
+from common.checkpoint import gather_model, write_model
 from common.models import auto_class, char_tokenizer, make_tiny
 from common.refit import WeightSender, compare_probe, open_store
 from common.rollout import Engine, EngineFlags
@@ -33,6 +33,9 @@ class Link:
 
     async def join(self, path: str) -> None:
         self.engine = await start_engine(path, self.workers, **self.flags)
+        await self.meet()
+
+    async def meet(self) -> None:
         connecting = self.engine.connect("127.0.0.1", self.store.port, 0, 1, 60, self.timeout_s)
         joining = asyncio.to_thread(self.sender.join, self.store, 1, self.workers)
         await asyncio.gather(joining, connecting)
@@ -52,7 +55,7 @@ class Link:
         with torch.no_grad():
             biases = [b for name, b in self.model.named_buffers() if name.endswith("e_score_correction_bias")]
             for weight in [*self.model.parameters(), *biases]:
-                weight += 0.05 * torch.randn(weight.shape, generator=generator)
+                weight += 0.05 * torch.randn(weight.shape, generator=generator).to(weight.device)
 
 
 async def start_engine(path: str, workers: int = 1, **flags) -> Engine:
@@ -76,40 +79,6 @@ async def behaviour(engine: Engine) -> tuple[list[list[int]], torch.Tensor]:
     prompts = [await engine.prompt_logprobs(ids) for ids in PROMPTS]
     logprobs = [value for (completion,) in completions for value in completion.logprobs]
     return [c.token_ids for (c,) in completions], torch.tensor([v for row in prompts for v in row] + logprobs)
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_after_every_refit_the_engine_equals_a_fresh_one_on_the_new_weights(kind, tmp_path):
-    async def run():
-        old, new = make_tiny(tmp_path / "old", **MODELS[kind]), str(tmp_path / "new")
-        link = Link(old, workers=2 if "two workers" in kind else 1)
-        await link.join(old)
-        before = await behaviour(link.engine)
-        gate = await link.refit(0)  # its own weights: nothing may change
-        assert gate["mode"] == ("reload" if kind in REPACKED else "plan")
-        after_gate = await behaviour(link.engine)
-        assert after_gate[0] == before[0] and (after_gate[1] - before[1]).abs().max() <= 1e-6
-        for version in (1, 2, 3):
-            link.perturb(seed=version)
-            report = await link.refit(version)
-        # everything but the experts that a CPU kernel repacks was read back and compared bit for bit
-        assert report["checked_tensors"] == report["tensors"] - REPACKED.get(kind, 0)
-        refitted = await behaviour(link.engine)
-        completion = (await link.engine.generate(PROMPTS[0], 1, 1.0, 4))[0]
-        assert set(completion.versions.tolist()) == {3}
-        link.engine.llm.shutdown()
-        save_model(link.model, char_tokenizer(), Path(new), rank=0)
-        fresh_engine = await start_engine(new, link.workers)
-        fresh = await behaviour(fresh_engine)
-        fresh_engine.llm.shutdown()
-        assert refitted[0] == fresh[0]
-        assert torch.equal(refitted[1], fresh[1]), "bit for bit"
-        num_forced = sum(len(ids) - 1 for ids in PROMPTS)  # how many tokens were sampled may differ
-        moved = (refitted[1][:num_forced] - before[1][:num_forced]).abs().max()
-        assert moved > 0.01, "the perturbation must be visible"
-        assert (refitted[1][:num_forced] - logprobs_of(link.model)).abs().max() <= 1e-4
-
-    asyncio.run(run())
 
 
 def flip_one_bit(send, header_bytes=100_000):
@@ -152,41 +121,11 @@ def send_half_a_bucket(send):
     return broadcast
 
 
-OTHER_BITS = "checksum of .*other bits than were sent"
-FAULTS = [
-    (flip_one_bit, OTHER_BITS, 60),
-    (send_the_first_bucket_again, OTHER_BITS, 60),
-    (send_half_a_bucket, OTHER_BITS, 60),
-    (stop_in_the_middle, "the trainer stopped here", 3),
-]
-
-
-@pytest.mark.parametrize("fault, message, timeout_s", FAULTS)
-def test_a_fault_on_the_wire_is_an_error_and_the_engine_is_never_resumed(
-    fault, message, timeout_s, tmp_path, monkeypatch
-):
-    async def run():
-        path = make_tiny(tmp_path / "model")
-        link = Link(path, timeout_s)
-        await link.join(path)
-        await link.refit(0)
-        send = common.refit.broadcast
-        faulty = fault(send)
-        monkeypatch.setattr(common.refit, "broadcast", faulty)
-        if fault is send_the_first_bucket_again:
-            await link.refit(1)  # the weights did not move yet: nothing is wrong with the first bucket
-        link.perturb(seed=1)
-        with pytest.raises(Exception, match=message):
-            await asyncio.wait_for(link.refit(2), 60)
-        assert await link.engine.llm.is_paused()
-        monkeypatch.setattr(common.refit, "broadcast", send)
-        if fault is stop_in_the_middle:
-            await asyncio.sleep(6)  # what still waits there has reached its deadline
-        with pytest.raises(Exception, match="failed a refit before"):  # also not by a later, correct refit
-            await link.engine.receive_weights(3)
-        link.engine.llm.shutdown()
-
-    asyncio.run(run())
+FAULTS = {  # on the wire to the engine of a kind
+    "tied": send_half_a_bucket,
+    "untied": send_the_first_bucket_again,
+    "tied, two workers": flip_one_bit,
+}
 
 
 def move_weights(link: Link) -> None:
@@ -197,24 +136,85 @@ def add_a_name(link: Link) -> None:
     link.model.register_parameter("gamma", torch.nn.Parameter(torch.ones(3)))
 
 
-REFUSED = [
-    (move_weights, "gate: sending the engine its own weights changed .*embed_tokens"),
-    (add_a_name, "does not know a name .*gamma"),
-]
+REFUSED = {  # by the gate of a kind's fresh engine
+    "tied": (move_weights, "gate: sending the engine its own weights changed .*embed_tokens"),
+    "untied": (add_a_name, "does not know a name .*gamma"),
+}
 
 
-@pytest.mark.parametrize("spoil, message", REFUSED)
-def test_the_gate_refuses_other_weights_than_the_engine_loaded_and_names_it_does_not_know(
-    spoil, message, tmp_path
-):
+async def spoil_a_transfer(link: Link, fault, version: int, message: str, monkeypatch) -> None:
+    """The fault is an error, and the engine is never resumed, also not by a later, correct refit."""
+    send = common.refit.broadcast
+    monkeypatch.setattr(common.refit, "broadcast", fault(send))
+    if fault is send_the_first_bucket_again:
+        await link.refit(version)  # the weights did not move yet: nothing is wrong with the first bucket
+    link.perturb(seed=1)
+    with pytest.raises(Exception, match=message):
+        await asyncio.wait_for(link.refit(version + 1), 60)
+    assert await link.engine.llm.is_paused()
+    monkeypatch.setattr(common.refit, "broadcast", send)
+    if fault is stop_in_the_middle:
+        await asyncio.sleep(6)  # what still waits there has reached its deadline
+    with pytest.raises(Exception, match="failed a refit before"):
+        await link.engine.receive_weights(version + 2)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_after_every_refit_the_engine_equals_a_fresh_one_on_the_new_weights(kind, tmp_path, monkeypatch):
+    """And with the engines at hand: a fault on the wire ends the one, other weights at its gate the fresh
+    one."""
+
+    async def run():
+        old, new = make_tiny(tmp_path / "old", **MODELS[kind]), str(tmp_path / "new")
+        link = Link(old, workers=2 if "two workers" in kind else 1)
+        await link.join(old)
+        before = await behaviour(link.engine)
+        gate = await link.refit(0)  # its own weights: nothing may change
+        assert gate["mode"] == ("reload" if kind in REPACKED else "plan")
+        after_gate = await behaviour(link.engine)
+        assert after_gate[0] == before[0] and (after_gate[1] - before[1]).abs().max() <= 1e-6
+        for version in (1, 2, 3):
+            link.perturb(seed=version)
+            report = await link.refit(version)
+        # everything but the experts that a CPU kernel repacks was read back and compared bit for bit
+        assert report["checked_tensors"] == report["tensors"] - REPACKED.get(kind, 0)
+        refitted, theirs = await behaviour(link.engine), logprobs_of(link.model)
+        completion = (await link.engine.generate(PROMPTS[0], 1, 1.0, 4))[0]
+        assert set(completion.versions.tolist()) == {3}
+        write_model(gather_model(link.model, 0), link.model, char_tokenizer(), Path(new))
+        if kind in FAULTS:
+            await spoil_a_transfer(
+                link, FAULTS[kind], 4, "checksum of .*other bits than were sent", monkeypatch
+            )
+        link.engine.llm.shutdown()
+        other = Link(new, workers=link.workers)
+        other.engine = await start_engine(new, link.workers)
+        fresh = await behaviour(other.engine)
+        if kind in REFUSED:
+            spoil, message = REFUSED[kind]
+            await other.meet()
+            spoil(other)
+            with pytest.raises(Exception, match=message):
+                await other.refit(0)
+            assert await other.engine.llm.is_paused()
+        other.engine.llm.shutdown()
+        assert refitted[0] == fresh[0]
+        assert torch.equal(refitted[1], fresh[1]), "bit for bit"
+        num_forced = sum(len(ids) - 1 for ids in PROMPTS)  # how many tokens were sampled may differ
+        moved = (refitted[1][:num_forced] - before[1][:num_forced]).abs().max()
+        assert moved > 0.01, "the perturbation must be visible"
+        assert (refitted[1][:num_forced] - theirs).abs().max() <= 1e-4
+
+    asyncio.run(run())
+
+
+def test_a_transfer_that_stops_in_the_middle_is_an_error_at_its_deadline(tmp_path, monkeypatch):
     async def run():
         path = make_tiny(tmp_path / "model")
-        link = Link(path)
+        link = Link(path, timeout_s=3)
         await link.join(path)
-        spoil(link)
-        with pytest.raises(Exception, match=message):
-            await link.refit(0)
-        assert await link.engine.llm.is_paused()
+        await link.refit(0)
+        await spoil_a_transfer(link, stop_in_the_middle, 1, "the trainer stopped here", monkeypatch)
         link.engine.llm.shutdown()
 
     asyncio.run(run())

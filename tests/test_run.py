@@ -196,8 +196,9 @@ def test_the_other_algorithms_take_their_steps_on_two_ranks(drive, tmp_path, pai
             for path in (resolve_model("tiny"), run.output_dir / "checkpoints/step_4")
         )
         assert [key for key in start if not torch.equal(start[key], end[key])] == list(start)
-        # the schedule counts the optimizer steps: 5 of warm-up, and none for the groups that were dropped
-        rates = [1e-3 * (s + 1) / 6 * (1 - s / 4) for s in range(4)]
+        # the schedule counts the optimizer steps: 5 of warm-up, and none for the groups that were dropped, or
+        # while the critic is trained alone
+        rates = [1e-3 * (s + 1) / 6 * (1 - s / 4) for s in [0] * warmup + list(range(4 - warmup))]
         assert [row["lr"] for row in rows] == pytest.approx(rates)
         if name == "dapo":
             assert sum(row.get("rollout/dropped/equal_rewards", 0) for row in rows) > 0
@@ -239,8 +240,7 @@ def test_a_killed_process_ends_the_run_at_once_and_its_last_line_names_it(drive)
         runs[title].kill_one(title)
         assert runs[title].wait_for_end(TOLD_WITHIN_S) == 1
         print(runs[title].output())
-        assert name in runs[title].output().splitlines()[-1]
-        assert f"run ended: RunError: {name}" in runs[title].output()
+        assert runs[title].output().splitlines()[-1].startswith(f"run ended: RunError: {name}")
 
 
 def test_an_error_about_memory_says_which_flag_to_lower(tmp_path):

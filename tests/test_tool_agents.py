@@ -1,6 +1,7 @@
 """The examples with tools and games: what they reward, what they count, and what trains on it."""
 
 import re
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,20 @@ def test_the_python_tool_is_called_and_its_answer_used(contained, served, file, 
     record = transcript(rollout, served.tokenizer, 0.5)
     assert record["rewards"] == [0.0, 1.0] and record["turn_tokens"] == rollout.turn_tokens
     assert rollout.turn_tokens[1] == len("408") + 1 and sum(rollout.turn_tokens) == rollout.num_actions
+
+
+def test_the_agent_of_the_documentation_runs_what_the_model_writes(contained, served, tmp_path):
+    text = (ROOT / "docs/agents.md").read_text()
+    (source,) = re.findall(r"```python\n# multiply\.py\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "multiply.py").write_text(source)
+    index = index_of(runpy.run_path(str(tmp_path / "multiply.py"))["Multiply"], {"a": 12, "b": 34})
+    (rollout,) = play(
+        served, f"{tmp_path}/multiply.py:Multiply", 1, temperature=0.0, max_new_tokens=100, index=index
+    )
+    assert rollout.invalid is None and rollout.reward == 1.0 and len(rollout.turn_tokens) == 2
+    (segment,) = rollout.segments
+    text = served.tokenizer.decode(segment.token_ids)
+    assert text.count("print(12*34)") == 1 and text.endswith("assistant\n408<|im_end|>")
 
 
 @pytest.mark.parametrize("spec, turns", [

@@ -60,7 +60,7 @@ def rank_process(rank: int, path: str, out: str, port) -> None:
         at = store.port if rank == 0 else port.get(timeout=120)
         trainer.setup("127.0.0.1", at, "float32", num_workers=0)
         sent = {name: tensor.cpu() for name, tensor in checkpoint_tensors(weights_of(trainer.model))}
-        trainer.train_step(make_minibatches(sighted_rows(), args, step=0)[rank], 0.0, None)
+        trainer.train_step(make_minibatches(sighted_rows(), args, step=0)[rank], None)
         named = [(name, weight.grad) for name, weight in trainer.model.named_parameters()]
         # AutoModel has a plural there
         named = [(name.replace("shared_experts.", "shared_expert."), grad) for name, grad in named]

@@ -171,7 +171,7 @@ class Memory(threading.Thread):
                 except (OSError, TypeError):  # it has just ended
                     continue
             if self.device == "cuda":
-                seen = os.environ.get("CUDA_VISIBLE_DEVICES")  # of the others another run may be in possession
+                seen = os.environ.get("CUDA_VISIBLE_DEVICES")  # another run may have the others
                 query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
                 query += [f"--id={seen}"] if seen else []
                 used = subprocess.run(query, capture_output=True, text=True).stdout.split()
