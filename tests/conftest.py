@@ -20,7 +20,6 @@ LONG = [*LONG.split(), "test_images", "test_versions", "test_layouts", "test_sft
 BOXES = ("test_sandbox", "test_readme")  # make sandboxes, of which another worker's test would see traces
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items):
     """Tests of a file stay in one worker, and so do all that share the chat server, or make sandboxes."""
     sharing = {item.path for item in items if "served" in item.fixturenames}
