@@ -131,7 +131,8 @@ class Args:
     """Peak learning rate. Default: 1e-3 for tiny, 1e-6 for every other model.
     Lower it when the reward falls again or loss/entropy falls to 0, raise it when nothing moves."""
     lr_warmup_steps: Annotated[int, Ge(0)] = 5
-    """Steps of linear warm-up from 0. Raise it when the first steps spoil the policy."""
+    """Steps of linear warm-up from 0. It and the decay count steps in which an update was made: one without
+    rows, or without a finite gradient, uses none up. Raise it when the first steps spoil the policy."""
     lr_end_ratio: Annotated[float, Ge(0)] = 0.0
     """Learning rate at the end over the peak; the decay is linear. 1 keeps it constant."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
@@ -337,7 +338,7 @@ class Trainer:
     """One rank of the trainer: model, optimizer, the optimizer step; a Ray actor per rank."""
 
     def __init__(self, args: Args, model_path: str, rank: int, on_gpu: bool):
-        self.args, self.model_path, self.rank = args, model_path, rank
+        self.args, self.model_path, self.rank, self.trained = args, model_path, rank, 0
         self.world_size, self.device = args.parallel.num_trainers, torch.device("cuda" if on_gpu else "cpu")
 
     def setup(self, host: str, port: int, engine_dtype: str, num_workers: int) -> str:
@@ -365,16 +366,17 @@ class Trainer:
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
         """Goes on from a checkpoint of this run, or starts from the weights of another."""
         if checkpoint:
-            load_checkpoint(checkpoint, {"policy": (self.model, self.optimizer)})
+            self.trained = load_checkpoint(checkpoint, {"policy": (self.model, self.optimizer)})
         elif init_from:
             load_weights(init_from, self.model, self.rank)
 
-    def train_step(self, share: tuple[list, int], lr: float, trace: str | None) -> dict:
+    def train_step(self, share: tuple[list, int], trace: str | None) -> dict:
         """One step on this rank's share, which `make_minibatches` made.
 
         Returns `rank_metrics`. `trace` is a folder for a profile.
         """
         args, (minibatches, num_rollouts), sums, peaks = self.args, share, [], []
+        lr = learning_rate(self.trained, args)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.look_ahead([batch for batches, _ in minibatches for batch in batches], num_rollouts)
@@ -392,7 +394,8 @@ class Trainer:
                 if np.isfinite(grad_norm):  # on all ranks or on none
                     self.optimizer.step()
                 sums.append(update_metrics(grad_norm))
-        return rank_metrics([*sums, self.head.router.metrics()], peaks)
+        self.trained += any("grad_norm" in each for each in sums)  # an update was made
+        return rank_metrics([*sums, self.head.router.metrics()], [*peaks, {"lr": lr}])
 
     @torch.no_grad()
     def look_ahead(self, batches: list[dict], num_rollouts: int) -> None:
@@ -436,7 +439,7 @@ class Trainer:
         return report | {"probe": logprobs_BS[0].tolist()}
 
     def save(self, path: str, progress: dict) -> None:
-        parts = {"policy": (self.model, self.optimizer)}
+        parts, progress = {"policy": (self.model, self.optimizer)}, progress | {"trained": self.trained}
         save_checkpoint(path, self.rank, self.model, load_tokenizer(self.model_path), parts, progress)
 
 
@@ -445,7 +448,8 @@ class Trainer:
 
 # [shared:learning_rate]
 def learning_rate(step: int, args: Args) -> float:
-    """Linear warm-up, then linear decay to `lr_end_ratio` of the peak at the last step."""
+    """Linear warm-up, then linear decay to `lr_end_ratio` of the peak at the last step. `step` counts those
+    in which an update was made."""
     warm = min(1.0, (step + 1) / (args.lr_warmup_steps + 1))
     decay = 1.0 - (1.0 - args.lr_end_ratio) * step / args.max_steps
     return args.lr * warm * decay
@@ -584,17 +588,16 @@ def replay(args: Args, log: Logger, checkpoint: str | None, first_step: int) -> 
     log.phase(trainer.setup(store.host, store.port, "float32", num_workers=0))
     trainer.load(checkpoint, args.save.init_from)
     for step in range(first_step, args.max_steps):
-        clock, rollouts = Stopwatch(), read_rollouts(args.debug.replay_rollouts, step)
+        clock, row, rollouts = Stopwatch(), {"step": step}, read_rollouts(args.debug.replay_rollouts, step)
         lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
         rows, advantages = make_rows(rollouts, args)
-        row = {"step": step, "lr": learning_rate(step, args)}
         if rows:
             (share,) = make_minibatches(rows, args, step)
-            row |= training_metrics([trainer.train_step(share, row["lr"], None)])
+            row |= training_metrics([trainer.train_step(share, None)])
         clock.lap("time/step")
         if step + 1 == args.max_steps or args.save.save_every and (step + 1) % args.save.save_every == 0:
             path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
-            trainer.save(path, {"step": step + 1, "queue": None})
+            trainer.save(path, {"step": step + 1, "queue": None, "flags": args.save})
         log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
     log.summary({"checkpoint": path})
 
@@ -615,7 +618,7 @@ def main(args: Args) -> None:
     headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
     trackers = open_trackers(args.log, config, progress["step"])
     log = Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers)
-    with log, Run(args.deadline.step_timeout_s, args.log.output_dir, progress["step"]) as run:
+    with log, Run(args.deadline.step_timeout_s, args.log.output_dir, progress["step"], args.save) as run:
         log.console.print(plan)
         if args.debug.replay_rollouts:
             return replay(args, log, checkpoint, progress["step"])
@@ -626,14 +629,13 @@ def main(args: Args) -> None:
         tokenizer = load_tokenizer(resolve_model(args.model))
 
         for step in range(progress["step"], args.max_steps):
-            clock, last = Stopwatch(), step + 1 == args.max_steps
-            row = {"step": step, "lr": learning_rate(step, args)}
+            clock, row, last = Stopwatch(), {"step": step}, step + 1 == args.max_steps
             scoring = run.ask(run.workers, "evaluate") if step % args.eval_every == 0 else []
             ticks = [run.ask(run.workers, "stats")]
 
             # what this step trains
-            batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
-            row["time/straggler_wait"] = run.get(run.queue.straggler_wait.remote())
+            taken = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            batch, drops, row["time/straggler_wait"] = taken
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             clock.lap("time/trainer_wait")
             dump_rollouts(args.debug.dump_rollouts, step, rollouts)
@@ -652,7 +654,7 @@ def main(args: Args) -> None:
                 shares = make_minibatches(rows, args, step)
                 profiled = 1 <= step - progress["step"] <= args.debug.profile_steps
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
-                training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
+                training = run.ask_each(run.trainers, "train_step", shares, trace)
             run.update = step + 1, training
             row |= training_metrics(run.get(training, f"training step {step}")) if rows else {}
             empty_steps = 0 if rows and row.get("skipped_frac", 0) < 1 else empty_steps + 1
@@ -666,13 +668,13 @@ def main(args: Args) -> None:
                 row |= score_metrics(f"eval/{env}", run.get(scoring, "evaluation"))
             clock.lap("time/eval")
             sent = refit(run, step + 1, args.deadline.refit_timeout_s)
-            if not sent["changed"] and row["lr"] * row.get("grad_norm", 0) > 0:
+            if not sent["changed"] and row.get("lr", 0) * row.get("grad_norm", 0) > 0:
                 raise RefitError(f"step {step} moved the weights, and its refit sent the same as the last")
             clock.lap("time/refit")
 
             # how it went
             if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
-                path = run.save(step + 1)
+                path = run.save(step + 1, wait=last)
             clock.lap("time/save")
             ticks += [run.ask(run.workers, "stats")]
             if last:

@@ -123,7 +123,7 @@ class Args:
     critic_lr: Annotated[float | None, Ge(0)] = None
     """The critic's peak learning rate. Default: 1e-3 for tiny, 1e-5 for every other model."""
     critic_warmup_steps: Annotated[int, Ge(0)] = 0
-    """First steps that train the critic alone; the policy stays as it is."""
+    """First steps that train the critic alone; the policy, and its learning rate, stay as they are."""
     clip_low: Annotated[float, Gt(0), Le(1)] = 0.2
     """Lower clip of pi/old (eps_low): the ratio has no gradient below 1 - eps_low where A < 0."""
     clip_high: Annotated[float, Gt(0)] = 0.28
@@ -148,7 +148,8 @@ class Args:
     """Peak learning rate. Default: 1e-3 for tiny, 1e-6 for every other model.
     Lower it when the reward falls again or loss/entropy falls to 0, raise it when nothing moves."""
     lr_warmup_steps: Annotated[int, Ge(0)] = 5
-    """Steps of linear warm-up from 0. Raise it when the first steps spoil the policy."""
+    """Steps of linear warm-up from 0. It and the decay count steps in which an update was made: one without
+    rows, or without a finite gradient, uses none up. Raise it when the first steps spoil the policy."""
     lr_end_ratio: Annotated[float, Ge(0)] = 0.0
     """Learning rate at the end over the peak; the decay is linear. 1 keeps it constant."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
@@ -425,7 +426,7 @@ class Trainer:
     rank."""
 
     def __init__(self, args: Args, model_path: str, rank: int, on_gpu: bool):
-        self.args, self.model_path, self.rank = args, model_path, rank
+        self.args, self.model_path, self.rank, self.trained = args, model_path, rank, 0
         self.world_size, self.device = args.parallel.num_trainers, torch.device("cuda" if on_gpu else "cpu")
 
     def setup(self, host: str, port: int, engine_dtype: str, num_workers: int) -> str:
@@ -455,17 +456,19 @@ class Trainer:
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
         """Goes on from a checkpoint of this run, or starts from the policy's weights of another."""
         if checkpoint:
-            load_checkpoint(checkpoint, self.parts)
+            self.trained = load_checkpoint(checkpoint, self.parts)
         elif init_from:
             load_weights(init_from, self.model, self.rank)
 
-    def train_step(self, share: tuple[list, dict, int], lr: float, trace: str | None) -> dict:
+    def train_step(self, share: tuple[list, dict], trace: str | None) -> dict:
         """One step on this rank's share, which `make_minibatches` made: policy, then critic, in each update.
 
         Returns `rank_metrics`. `trace` is a folder for a profile.
         """
-        args, (minibatches, episodes, step) = self.args, share
-        rates = {"policy": lr, "critic": learning_rate(step, replace(args, lr=args.critic_lr))}
+        # `alone`: how many more steps train the critic alone; the policy's schedule begins after them
+        args, (minibatches, episodes), alone = self.args, share, self.args.critic_warmup_steps - self.trained
+        rates = {"policy": learning_rate(max(-alone, 0), args)}
+        rates["critic"] = learning_rate(self.trained, replace(args, lr=args.critic_lr))
         measured = [(self.look_ahead([b for batches, _ in minibatches for b in batches], episodes), {})]
         with traced(trace and f"{trace}/rank{self.rank}.json"):
             for batches, num_tokens in minibatches * args.epochs:
@@ -482,11 +485,13 @@ class Trainer:
                         measured.append((sums, peaks))
                     grad_norm = clip_gradients(model, args.max_grad_norm, args.parallel)
                     # in the warm-up, the policy went this far for its metrics alone
-                    if name == "critic" or step >= args.critic_warmup_steps:
+                    if name == "critic" or alone <= 0:
                         if np.isfinite(grad_norm):  # on all ranks or on none
                             optimizer.step()
-                        measured.append((update_metrics(grad_norm, critic=name == "critic"), {}))
-        return rank_metrics(*zip(*measured, (self.head.router.metrics(), {})))
+                        measured.append((update_metrics(grad_norm, name == "critic", alone > 0), {}))
+        # an update was made, of the policy if it is trained
+        self.trained += any(("value/grad_norm" if alone > 0 else "grad_norm") in sums for sums, _ in measured)
+        return rank_metrics(*zip(*measured, (self.head.router.metrics(), {"lr": rates["policy"]})))
 
     @torch.no_grad()
     def look_ahead(self, batches: list[dict], episodes: dict) -> dict:
@@ -557,7 +562,8 @@ class Trainer:
         return report | {"probe": logprobs_BS[0].tolist()}
 
     def save(self, path: str, progress: dict) -> None:
-        save_checkpoint(path, self.rank, self.model, load_tokenizer(self.model_path), self.parts, progress)
+        tokenizer, progress = load_tokenizer(self.model_path), progress | {"trained": self.trained}
+        save_checkpoint(path, self.rank, self.model, tokenizer, self.parts, progress)
 
 
 # --- The loop
@@ -565,7 +571,8 @@ class Trainer:
 
 # [shared:learning_rate]
 def learning_rate(step: int, args: Args) -> float:
-    """Linear warm-up, then linear decay to `lr_end_ratio` of the peak at the last step."""
+    """Linear warm-up, then linear decay to `lr_end_ratio` of the peak at the last step. `step` counts those
+    in which an update was made."""
     warm = min(1.0, (step + 1) / (args.lr_warmup_steps + 1))
     decay = 1.0 - (1.0 - args.lr_end_ratio) * step / args.max_steps
     return args.lr * warm * decay
@@ -617,9 +624,9 @@ def make_rows(rollouts: list[Rollout], args: Args) -> tuple[list[list[dict]], di
     return rows, {}
 
 
-def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[tuple[list, dict, int]]:
+def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[tuple[list, dict]]:
     """Rows by rollout -> for each rank ([(micro-batches, action tokens of the minibatch over all ranks)], the
-    step's rollouts for GAE, [R, L] and [R], the step)."""
+    step's rollouts for GAE, [R, L] and [R])."""
     shuffled, minibatches = np.random.default_rng([args.seed, step]).permutation(len(rows)), []
     for part in np.array_split(shuffled, min(args.minibatches, len(rows))):
         members = [row for index in part for row in rows[index]]
@@ -629,7 +636,7 @@ def make_minibatches(rows: list[list[dict]], args: Args, step: int) -> list[tupl
     for name in ("rewards", "sampled", "action_mask"):
         columns = [np.concatenate([row[name] for row in own]) for own in rows]
         episodes[name] = pad_sequence([torch.from_numpy(column) for column in columns], batch_first=True)
-    return [(share, episodes, step) for share in zip(*minibatches)]
+    return [(share, episodes) for share in zip(*minibatches)]
 
 
 # [shared:refit]
@@ -707,8 +714,7 @@ def check_flags(args: Args) -> int:
     args.correction_cap = checks.correction_cap(args.correction, args.correction_cap)
     checks.check_minibatches(args.prompts_per_step, args.minibatches)
     checks.check_shared(args.model, args.engine, args.parallel, args.data, args.save, args.debug, args.log)
-    default_lr = 1e-3 if args.model == "tiny" else 1e-5
-    args.critic_lr = default_lr if args.critic_lr is None else args.critic_lr
+    args.critic_lr = (1e-3 if args.model == "tiny" else 1e-5) if args.critic_lr is None else args.critic_lr
     rollouts = args.prompts_per_step * args.group_size // args.minibatches
     checks.check_ranks(args.parallel.num_trainers, args.parallel.trainer_tp, rollouts)
     environments = (args.model, args.env, args.eval_env, args.data)
@@ -723,17 +729,16 @@ def replay(args: Args, log: Logger, checkpoint: str | None, first_step: int) -> 
     log.phase(trainer.setup(store.host, store.port, "float32", num_workers=0))
     trainer.load(checkpoint, args.save.init_from)
     for step in range(first_step, args.max_steps):
-        clock, rollouts = Stopwatch(), read_rollouts(args.debug.replay_rollouts, step)
+        clock, row, rollouts = Stopwatch(), {"step": step}, read_rollouts(args.debug.replay_rollouts, step)
         lags, num_late = mark_late(rollouts, step, args.max_staleness, args.late)
         rows, advantages = make_rows(rollouts, args)
-        row = {"step": step, "lr": learning_rate(step, args)}
         if rows:
             (share,) = make_minibatches(rows, args, step)
-            row |= training_metrics([trainer.train_step(share, row["lr"], None)])
+            row |= training_metrics([trainer.train_step(share, None)])
         clock.lap("time/step")
         if step + 1 == args.max_steps or args.save.save_every and (step + 1) % args.save.save_every == 0:
             path = f"{args.log.output_dir}/checkpoints/step_{step + 1}"
-            trainer.save(path, {"step": step + 1, "queue": None})
+            trainer.save(path, {"step": step + 1, "queue": None, "flags": args.save})
         log.log_step(row | clock.times | rollout_metrics(rollouts, lags, num_late, {}, advantages))
     log.summary({"checkpoint": path})
 
@@ -754,7 +759,7 @@ def main(args: Args) -> None:
     headline = ("reward/mean", "staleness/mean", "mismatch/abs_mean", "grad_norm", "time/step")
     trackers = open_trackers(args.log, config, progress["step"])
     log = Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers)
-    with log, Run(args.deadline.step_timeout_s, args.log.output_dir, progress["step"]) as run:
+    with log, Run(args.deadline.step_timeout_s, args.log.output_dir, progress["step"], args.save) as run:
         log.console.print(plan)
         if args.debug.replay_rollouts:
             return replay(args, log, checkpoint, progress["step"])
@@ -765,14 +770,13 @@ def main(args: Args) -> None:
         tokenizer = load_tokenizer(resolve_model(args.model))
 
         for step in range(progress["step"], args.max_steps):
-            clock, last = Stopwatch(), step + 1 == args.max_steps
-            row = {"step": step, "lr": learning_rate(step, args)}
+            clock, row, last = Stopwatch(), {"step": step}, step + 1 == args.max_steps
             scoring = run.ask(run.workers, "evaluate") if step % args.eval_every == 0 else []
             ticks = [run.ask(run.workers, "stats")]
 
             # what this step trains
-            batch, drops = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
-            row["time/straggler_wait"] = run.get(run.queue.straggler_wait.remote())
+            taken = run.get(run.queue.get.remote(step), f"rollouts of step {step}")
+            batch, drops, row["time/straggler_wait"] = taken
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             clock.lap("time/trainer_wait")
             dump_rollouts(args.debug.dump_rollouts, step, rollouts)
@@ -791,7 +795,7 @@ def main(args: Args) -> None:
                 shares = make_minibatches(rows, args, step)
                 profiled = 1 <= step - progress["step"] <= args.debug.profile_steps
                 trace = f"{args.log.output_dir}/profile/step_{step}" if profiled else None
-                training = run.ask_each(run.trainers, "train_step", shares, row["lr"], trace)
+                training = run.ask_each(run.trainers, "train_step", shares, trace)
             run.update = step + 1, training
             row |= training_metrics(run.get(training, f"training step {step}")) if rows else {}
             empty_steps = 0 if rows and row.get("skipped_frac", 0) < 1 else empty_steps + 1
@@ -805,13 +809,13 @@ def main(args: Args) -> None:
                 row |= score_metrics(f"eval/{env}", run.get(scoring, "evaluation"))
             clock.lap("time/eval")
             sent = refit(run, step + 1, args.deadline.refit_timeout_s)
-            if not sent["changed"] and row["lr"] * row.get("grad_norm", 0) > 0:
+            if not sent["changed"] and row.get("lr", 0) * row.get("grad_norm", 0) > 0:
                 raise RefitError(f"step {step} moved the weights, and its refit sent the same as the last")
             clock.lap("time/refit")
 
             # how it went
             if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
-                path = run.save(step + 1)
+                path = run.save(step + 1, wait=last)
             clock.lap("time/save")
             ticks += [run.ask(run.workers, "stats")]
             if last:

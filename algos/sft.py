@@ -86,7 +86,8 @@ class Args:
     lr: Annotated[float | None, Ge(0)] = None
     """Peak learning rate. Default: 2e-3 for tiny, 1e-5 for every other model."""
     lr_warmup_steps: Annotated[int, Ge(0)] = 5
-    """Steps of linear warm-up from 0. Raise it when the first steps spoil the policy."""
+    """Steps of linear warm-up from 0. It and the decay count steps in which an update was made: one without
+    rows, or without a finite gradient, uses none up. Raise it when the first steps spoil the policy."""
     lr_end_ratio: Annotated[float, Ge(0)] = 0.0
     """Learning rate at the end over the peak; the decay is linear. 1 keeps it constant."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
@@ -256,7 +257,7 @@ class Trainer:
     """One rank of the trainer: model, optimizer, the optimizer step; a Ray actor per rank."""
 
     def __init__(self, args: Args, model_path: str, rank: int, on_gpu: bool):
-        self.args, self.model_path, self.rank = args, model_path, rank
+        self.args, self.model_path, self.rank, self.trained = args, model_path, rank, 0
         self.world_size, self.device = args.parallel.num_trainers, torch.device("cuda" if on_gpu else "cpu")
 
     def setup(self, host: str, port: int) -> str:
@@ -272,7 +273,7 @@ class Trainer:
     def load(self, checkpoint: str | None, init_from: str | None) -> None:
         """Goes on from a checkpoint of this run, or starts from the weights of another."""
         if checkpoint:
-            load_checkpoint(checkpoint, {"policy": (self.model, self.optimizer)})
+            self.trained = load_checkpoint(checkpoint, {"policy": (self.model, self.optimizer)})
         elif init_from:
             load_weights(init_from, self.model, self.rank)
 
@@ -283,16 +284,16 @@ class Trainer:
         logprobs_BS, _ = self.head(self.model, ids_BT[:, :-1], ids_BT[:, 1:], 1.0, lengths_B)
         return sft_loss(logprobs_BS, mask_BS), mask_BS.sum()
 
-    def train_step(self, batches: list[dict], num_tokens: int, lr: float) -> dict:
+    def train_step(self, batches: list[dict], num_tokens: int) -> dict:
         """One optimizer step on this rank's micro-batches; `num_tokens` have loss, over all ranks.
 
         Returns {metric: (sum, count)}.
         """
+        parallel, lr = self.args.parallel, learning_rate(self.trained, self.args)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
         sums = []
-        parallel = self.args.parallel
         for batch in batches:
             sync_gradients(self.model, parallel, last=batch is batches[-1])
             loss, count = self.loss(batch)
@@ -302,7 +303,8 @@ class Trainer:
         grad_norm = clip_gradients(self.model, self.args.max_grad_norm, parallel)
         if np.isfinite(grad_norm):  # on all ranks or on none
             self.optimizer.step()
-        return merge([*sums, update_metrics(grad_norm)])
+            self.trained += 1
+        return merge([*sums, update_metrics(grad_norm), {"lr": (lr, 1)}])
 
     @torch.no_grad()
     def evaluate(self, batches: list[dict]) -> dict:
@@ -311,7 +313,7 @@ class Trainer:
         return merge([{"loss": (float(loss), int(count))} for loss, count in losses])
 
     def save(self, path: str, progress: dict) -> None:
-        parts = {"policy": (self.model, self.optimizer)}
+        parts, progress = {"policy": (self.model, self.optimizer)}, progress | {"trained": self.trained}
         save_checkpoint(path, self.rank, self.model, load_tokenizer(self.model_path), parts, progress)
 
 
@@ -320,7 +322,8 @@ class Trainer:
 
 # [shared:learning_rate]
 def learning_rate(step: int, args: Args) -> float:
-    """Linear warm-up, then linear decay to `lr_end_ratio` of the peak at the last step."""
+    """Linear warm-up, then linear decay to `lr_end_ratio` of the peak at the last step. `step` counts those
+    in which an update was made."""
     warm = min(1.0, (step + 1) / (args.lr_warmup_steps + 1))
     decay = 1.0 - (1.0 - args.lr_end_ratio) * step / args.max_steps
     return args.lr * warm * decay
@@ -351,8 +354,7 @@ def held_out_loss(run: Run, held_out: list[dict], args: Args) -> float:
 def check_flags(args: Args) -> None:
     """Refuses what cannot work, before anything starts."""
     checks.check_ranges(args)
-    checks.check_parallel(args.parallel)
-    checks.check_lora(args.parallel, args.save)
+    checks.check_parallel(args.parallel, args.save.init_from)
     checks.check_layout(args.model, args.parallel)
     checks.check_files(args.save, args.log)
 
@@ -374,7 +376,7 @@ def main(args: Args) -> None:
     trackers = open_trackers(args.log, config, progress["step"])
     with (
         Logger(args.log.output_dir, config, args.max_steps, headline, progress["step"], trackers) as log,
-        Run(args.deadline.step_timeout_s, args.log.output_dir, progress["step"]) as run,
+        Run(args.deadline.step_timeout_s, args.log.output_dir, progress["step"], args.save) as run,
     ):
         if len(rows) < len(conversations):
             log.warn(too_long)
@@ -392,10 +394,10 @@ def main(args: Args) -> None:
             clock.lap("time/eval")
 
             # the optimizer step
-            row["lr"], batch = learning_rate(step, args), step_rows(train, step, args)
+            batch = step_rows(train, step, args)
             num_tokens = sum(int(each["action_mask"].sum()) for each in batch)
             shares = micro_batches(batch, args.parallel)
-            training = run.ask_each(run.trainers, "train_step", shares, num_tokens, row["lr"])
+            training = run.ask_each(run.trainers, "train_step", shares, num_tokens)
             run.update = step + 1, training
             row |= mean_of(merge(run.get(training, f"training step {step}")))
             skipped = skipped + 1 if row["skipped_frac"] else 0
@@ -405,7 +407,7 @@ def main(args: Args) -> None:
 
             # how it went
             if last or args.save.save_every and (step + 1) % args.save.save_every == 0:
-                path = run.save(step + 1)
+                path = run.save(step + 1, wait=last)
             clock.lap("time/save")
             if last:
                 row["loss/eval_end"] = held_out_loss(run, held_out, args)

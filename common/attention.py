@@ -1,7 +1,7 @@
 """Rows laid end to end, without padding: each one attends to itself alone."""
 
-import inspect
 from dataclasses import dataclass
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch.nn.attention.varlen import varlen_attn
 from common.images import WITH_BATCH_AXIS
 
 # Before torch 2.13 it takes fewer heads of keys than of queries without being told.
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 PACKED = "instar_packed"  # the name under which transformers finds it: config._attn_implementation
 
 
@@ -74,8 +74,12 @@ def image_inputs(model: torch.nn.Module, ids_BS: torch.Tensor, images: dict[str,
     """What the model's forward takes for the images whose ids are in `ids_BS`, in the order of its rows."""
     if images and model.config.model_type in WITH_BATCH_AXIS:
         images = {name: value[None] for name, value in images.items()}
-    if images and "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+    # with a grid too, as AutoModel's forward takes them without naming them
+    if images and ("image_grid_thw" in images or "mm_token_type_ids" in signature(model.forward).parameters):
         images = images | {"mm_token_type_ids": (ids_BS == model.config.image_token_id).int()}
+    if images and model.config.model_type == "qwen3_5_moe":  # AutoModel's would place its tokens as text
+        places = images["mm_token_type_ids"], images["image_grid_thw"]
+        images["position_ids"], _ = model.model.get_rope_index(ids_BS, *places)
     return images
 
 

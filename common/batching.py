@@ -37,12 +37,11 @@ def micro_batches(rows: list[dict], flags: ParallelFlags) -> list[list[dict]]:
     short_row = ([row for row in rows if row.get("images")] or rows)[-1]
     filler = {**short_row, "action_mask": np.zeros_like(short_row["action_mask"])}
     if filler.get("images"):
-        seeing = [group for group in groups if any(row["images"] for row in group)]
         blind = [group for group in groups if not any(row["images"] for row in group)]
+        groups = [group for group in groups if any(row["images"] for row in group)]
         for group in blind:  # with the filler, whose length may be the longest, within the bound too
             size = max(1, limit // max(len(each["token_ids"]) for each in (group[0], filler)) - 1)
-            seeing += [[*group[at : at + size], filler] for at in range(0, len(group), size)]
-        groups = seeing
+            groups += [[*group[at : at + size], filler] for at in range(0, len(group), size)]
     short = {} if flags.packing == "on" else {"lengths": np.array([1])}  # else it would load experts
     groups += [[filler]] * (-len(groups) % num_ranks)
     # dealt forth and back, so that each rank has large ones and small ones, and as large as the others have

@@ -6,28 +6,23 @@ starts, and `run` shows a FlagError without a traceback: a mistake on the comman
 
 import importlib.util
 import json
-import operator
 import os
 import signal
 import sys
-from dataclasses import astuple, is_dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import NoReturn, get_type_hints
+from typing import NoReturn
 
 import torch
 import tyro
-from annotated_types import Ge, Gt, Le, Lt
+from pydantic import TypeAdapter, ValidationError
 
 from common.agent import ChatAgent, as_messages, read_prompt
 from common.env import EnvFlags
 from common.envs import load_env
 from common.envs.pool import EnvError, Server
-from common.models import load_config, load_tokenizer, resolve_model, sees
-
-
-BOUNDS = {Ge: (operator.ge, "at least"), Gt: (operator.gt, "above")}
-BOUNDS |= {Le: (operator.le, "at most"), Lt: (operator.lt, "below")}
+from common.models import load_tokenizer, resolve_dtype, resolve_model, sees, text_config
 
 
 class FlagError(ValueError):
@@ -75,17 +70,20 @@ def run(main, args) -> None:
             print("starting again from the last checkpoint", flush=True)
 
 
+def refuse_if(wrong, what: str, why: str) -> None:
+    """Raises FlagError where something is wrong: `what`, a flag with its value, and `why`, with the fix."""
+    if wrong:
+        raise FlagError(f"{what}: {why}")
+
+
 def check_ranges(args) -> None:
-    """Refuses numbers outside of the bounds with which their field is annotated, and NaN; in groups too."""
-    hints = get_type_hints(type(args), include_extras=True)
-    for name, value in vars(args).items():
-        if is_dataclass(value):
-            check_ranges(value)
-        for bound in getattr(hints[name], "__metadata__", ()):
-            if type(bound) in BOUNDS and value is not None:
-                (fits, words), (limit,) = BOUNDS[type(bound)], astuple(bound)
-                if not fits(value, limit):
-                    raise FlagError(f"--{name.replace('_', '-')} {value}: must be {words} {limit}")
+    """Refuses values outside of the bounds with which their field is annotated, and NaN; in groups too."""
+    try:
+        TypeAdapter(type(args)).validate_python(asdict(args))
+    except ValidationError as error:
+        first = error.errors()[0]
+        flag, why = str(first["loc"][-1]).replace("_", "-"), first["msg"].replace("Input should", "must")
+        raise FlagError(f"--{flag} {first['input']}: {why}") from None
 
 
 def check_json_object(flag: str, text: str) -> None:
@@ -98,10 +96,9 @@ def check_json_object(flag: str, text: str) -> None:
 
 def check_path(flag: str, path: str, file: str = "") -> None:
     """Refuses a path that does not exist, and a folder without `file`."""
-    if not Path(path).exists():
-        raise FlagError(f"{flag} {path}: there is no such path; relative paths start in {Path.cwd()}")
-    if not Path(path, file).exists():
-        raise FlagError(f"{flag} {path}: has no {file}; name the folder that has it")
+    what, nowhere = f"{flag} {path}", f"there is no such path; relative paths start in {Path.cwd()}"
+    refuse_if(not Path(path).exists(), what, nowhere)
+    refuse_if(not Path(path, file).exists(), what, f"has no {file}; name the folder that has it")
 
 
 def check_env(flag: str, spec: str, flags: EnvFlags, engine=None) -> tuple[int, list]:
@@ -145,10 +142,9 @@ def check_agent(name: str, agent: ChatAgent, engine) -> None:
 
 def check_group_size(group_size: int) -> None:
     """Refuses groups in which the baseline would be the rollout's own reward."""
-    if group_size < 2:
-        why = "a group baseline needs at least 2 rollouts of each prompt"
-        fix = "use --group-size 2 or more, or algos/flash_reinforce.py, which needs no group"
-        raise FlagError(f"--group-size {group_size}: {why}; {fix}")
+    why = "a group baseline needs at least 2 rollouts of each prompt"
+    fix = "use --group-size 2 or more, or algos/flash_reinforce.py, which needs no group"
+    refuse_if(group_size < 2, f"--group-size {group_size}", f"{why}; {fix}")
 
 
 def correction_cap(correction: str, cap: float | None) -> float:
@@ -184,32 +180,51 @@ def check_ranks(num_trainers: int, trainer_tp: int, rollouts_per_minibatch: int)
         raise FlagError(f"--num-trainers {num_trainers}: {why}; {fix}")
 
 
-def check_parallel(flags) -> None:
-    """Refuses splits that do not come out even, and what needs a package that is not there."""
-    for flag, size in (("--trainer-tp", flags.trainer_tp), ("--trainer-ep", flags.trainer_ep)):
-        if flags.num_trainers % size:
-            why = f"does not divide --num-trainers {flags.num_trainers}"
-            raise FlagError(f"{flag} {size}: {why}; use a divisor of it")
-    if flags.trainer_tp > 1 and flags.trainer_ep > 1:
-        raise FlagError("--trainer-tp and --trainer-ep: both above 1 are not supported; use one of them")
-    if flags.optimizer == "muon" and importlib.util.find_spec("dion") is None:
-        raise FlagError("--optimizer muon: needs the package dion; install it, or use adamw")
-    if flags.optimizer == "muon" and flags.offload_optimizer:
-        raise FlagError("--optimizer muon --offload-optimizer: offloading is AdamW's; use one of them")
+def check_parallel(flags, init_from: str | None = None) -> None:
+    """Refuses splits that do not come out even, what needs a package that is not there, and what adapters are
+    not built for. (`check_layout` refuses models.)"""
+    tp, ep, muon, lora = flags.trainer_tp, flags.trainer_ep, flags.optimizer == "muon", flags.lora_rank
+    uneven = f"does not divide --num-trainers {flags.num_trainers}; use a divisor of it"
+    refuse_if(flags.num_trainers % tp, f"--trainer-tp {tp}", uneven)
+    refuse_if(flags.num_trainers % ep, f"--trainer-ep {ep}", uneven)
+    both = "both above 1 are not supported; use one of them"
+    refuse_if(tp > 1 and ep > 1, "--trainer-tp and --trainer-ep", both)
+    missing = muon and importlib.util.find_spec("dion") is None
+    refuse_if(missing, "--optimizer muon", "needs the package dion; install it, or use adamw")
+    offloaded = "--optimizer muon --offload-optimizer"
+    refuse_if(muon and flags.offload_optimizer, offloaded, "offloading is AdamW's; use one of them")
+    also = f"with --lora-rank {lora}"
+    refuse_if(lora and tp > 1, f"--trainer-tp {tp} {also}", "adapters are not split; use 1")
+    refuse_if(lora and muon, f"--optimizer muon {also}", "not tried on factors of a matrix; use adamw")
+    refuse_if(lora and flags.compile, f"--compile {also}", "not tried; leave it out")
+    elsewhere = "engines add adapters to the weights of --model; give it there"
+    refuse_if(lora and init_from, f"--init-from {also}", elsewhere)
 
 
-def check_lora(flags, save) -> None:
-    """Refuses what adapters are not built for. (`check_layout` refuses models.)"""
-    for flag, given, why in (
-        (f"--trainer-tp {flags.trainer_tp}", flags.trainer_tp > 1, "adapters are not split; use 1"),
-        ("--optimizer muon", flags.optimizer == "muon", "not tried on factors of a matrix; use adamw"),
-        ("--compile", flags.compile, "not tried; leave it out"),
-        ("--init-from", save.init_from, "engines add adapters to the weights of --model; give it there"),
-    ):
-        if flags.lora_rank and given:
-            raise FlagError(f"{flag} with --lora-rank {flags.lora_rank}: {why}")
+def check_engine(model: str, config: dict, engine, lora_rank: int, on_gpus: bool) -> None:
+    """Refuses ways to sample that do not go together, or that the model of `config` or the machine has not;
+    replaces a draft model by its folder."""
+    fp8, guesses, guesser = engine.quantization == "fp8", engine.speculative_tokens, engine.speculative_model
+    sparse, has_heads = any(map(config.get, EXPERTS)), any(map(config.get, GUESSING_HEADS))
+    how = "--quantization fp8" if fp8 else f"--speculative-tokens {guesses}"
+    other = lora_rank or engine.router_replay == "on" or "vision_config" in config
+    untried = "not tried with --lora-rank, --router-replay on, or images; leave out one of them"
+    refuse_if((fp8 or guesses) and other, how, untried)
+    dtype = resolve_dtype(resolve_model(model), engine.rollout_dtype, on_gpus)
+    rounded = f"it rounds bfloat16, not {dtype}; use --rollout-dtype bfloat16"
+    refuse_if(fp8 and dtype != "bfloat16", how, rounded)
+    refuse_if(fp8 and sparse and not on_gpus, how, "a CPU has no FP8 experts; use none")
+    no_heads = f"{model} has no heads that guess; use ngram"
+    refuse_if(guesses and guesser == "mtp" and not has_heads, how, no_heads)
+    spread = sparse and on_gpus and engine.engine_tp > 1
+    needed = "needs experts, GPUs and --engine-tp; leave it out"
+    refuse_if(engine.engine_ep and not spread, "--engine-ep", needed)
+    if guesses and guesser not in ("ngram", "mtp"):
+        engine.speculative_model = check_model(guesser, "--speculative-model").name_or_path
 
 
+GUESSING_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+SEEING_EXPERTS = ("qwen3_vl_moe_text", "qwen3_5_moe_text")  # with which experts beside a tower were tried
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of a mixture of experts
 NO_PACKING = {
     ("vision_config",): "takes images",
@@ -226,25 +241,21 @@ def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
     """Refuses a model that changes its logits after the head, where log-probs are taken, to spread or replay
     experts that it does not have, and packing where it would mix rows; replaces auto."""
     check_model(model, flag)
-    config = load_config(resolve_model(model))
-    config = config | (config.get("text_config") or {})
+    config = text_config(resolve_model(model))
     changes = [key for key, neutral in AFTER_HEAD.items() if config.get(key) not in (None, neutral)]
-    if changes:
-        why = f"it changes its logits after the head ({changes[0]}), which the trainer would leave out"
-        raise FlagError(f"{flag} {model}: {why}; use another model")
+    why = f"it changes its logits after the head ({', '.join(changes)}), which the trainer would leave out"
+    refuse_if(changes, f"{flag} {model}", f"{why}; use another model")
     reasons = [why for keys, why in NO_PACKING.items() if any(config.get(key) for key in keys)]
-    sparse = "is a mixture of experts" in reasons
-    seeing = "takes images" in reasons
-    if flags.trainer_ep > 1 and (seeing or not sparse):
-        why = f"{model} has no experts" if not sparse else "experts beside a vision tower are not built"
-        raise FlagError(f"--trainer-ep {flags.trainer_ep}: {why}; use 1")
-    if seeing and flags.trainer_tp > 1 or flags.freeze_vision and not seeing:
-        named = f"--trainer-tp {flags.trainer_tp}" if seeing else "--freeze-vision"
-        why = "a vision tower is not split; use 1" if seeing else f"{model} has no vision tower"
-        raise FlagError(f"{named}: {why}")
-    if flags.lora_rank and (sparse or seeing):
-        what = "experts" if sparse else "a vision tower"
-        raise FlagError(f"--lora-rank {flags.lora_rank}: {model} has {what}, which take no adapters; use 0")
+    sparse, seeing = "is a mixture of experts" in reasons, "takes images" in reasons
+    tp, ep, lora = flags.trainer_tp, flags.trainer_ep, flags.lora_rank
+    untried = seeing and config["model_type"] not in SEEING_EXPERTS
+    why = "its experts beside a tower were not tried" if sparse else f"{model} has no experts"
+    refuse_if(ep > 1 and (untried or not sparse), f"--trainer-ep {ep}", f"{why}; use 1")
+    refuse_if(tp > 1 and seeing, f"--trainer-tp {tp}", "a vision tower is not split; use 1")
+    refuse_if(flags.freeze_vision and not seeing, "--freeze-vision", f"{model} has no vision tower")
+    what = "experts" if sparse else "a vision tower"
+    why = f"{model} has {what}, which take no adapters; use 0"
+    refuse_if(lora and (sparse or seeing), f"--lora-rank {lora}", why)
     if set(config.get("layer_types") or []) - {"full_attention", "sliding_attention"}:
         reasons.append("has layers besides attention")
     if reasons and flags.packing == "on":
@@ -255,6 +266,8 @@ def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
         if not sparse or seeing or flags.compile or not (on_gpus or plugin):
             why = "needs a text model with experts, no --compile, and GPUs (see scripts/cpu_routes for a CPU)"
             raise FlagError(f"--router-replay on: {why}; use --router-replay off")
+    if engine:
+        check_engine(model, config, engine, flags.lora_rank, on_gpus)
     if flags.packing == "auto":
         flags.packing = "on" if on_gpus and not reasons else "off"
 
@@ -262,12 +275,11 @@ def check_layout(model: str, flags, engine=None, flag: str = "--model") -> None:
 def check_gpu_split(num_engines: int, engine_tp: int, num_trainers: int, gpus: int) -> None:
     """Refuses a split that needs more GPUs than there are. Or else each GPU serves a trainer and an engine
     worker."""
-    workers, engines = num_engines * engine_tp, f"--num-engines {num_engines}"
-    if engine_tp > 1:
-        engines += f" x --engine-tp {engine_tp}"
+    workers, each = num_engines * engine_tp, f" x --engine-tp {engine_tp}" if engine_tp > 1 else ""
     shared = workers == num_trainers == gpus and (gpus == 1 or not os.environ.get("RAY_ADDRESS"))
     if 0 < gpus < workers + num_trainers and not shared:
-        what = f"{engines} and --num-trainers {num_trainers} need {workers + num_trainers} GPUs"
+        what = f"--num-engines {num_engines}{each} and --num-trainers {num_trainers} need"
+        what += f" {workers + num_trainers} GPUs"
         fix = "lower --num-engines or --num-trainers"
         fix += f", or share them: on one machine {gpus} of each" if gpus > 1 else ""
         raise FlagError(f"{what}, there are {gpus}; {fix}")
@@ -285,30 +297,28 @@ def check_context(prompt_tokens: int, max_new_tokens: int, max_model_len: int) -
 
 def check_output_dir(path: str, resume: bool) -> None:
     """Refuses to write over another run, and to resume where there is none."""
-    holds_run = (Path(path) / "metrics.jsonl").exists()
-    if Path(path).exists() and not Path(path).is_dir():
-        raise FlagError(f"--output-dir {path}: is a file; use another --output-dir")
-    if holds_run and not resume:
-        raise FlagError(f"--output-dir {path}: holds a run; use another --output-dir, or --resume to go on")
-    if resume and not holds_run:
-        raise FlagError(f"--output-dir {path}: holds no run; leave out --resume, or name the run's directory")
+    what, holds_run = f"--output-dir {path}", Path(path, "metrics.jsonl").exists()
+    refuse_if(Path(path).is_file(), what, "is a file; use another --output-dir")
+    refuse_if(holds_run and not resume, what, "holds a run; use another --output-dir, or --resume to go on")
+    nothing = "holds no run; leave out --resume, or name the run's directory"
+    refuse_if(resume and not holds_run, what, nothing)
 
 
 def check_shared(model: str, engine, parallel, data, save, debug, log) -> None:
     """Refuses what cannot work in the groups of flags that every algorithm has, and decides --packing."""
     check_json_object("--chat-template-args", data.chat_template_args)
-    check_parallel(parallel)
-    check_lora(parallel, save)
+    check_parallel(parallel, save.init_from)
     check_layout(model, parallel, engine)
     if not os.environ.get("RAY_ADDRESS"):
         gpus = torch.cuda.device_count()
         check_gpu_split(engine.num_engines, engine.engine_tp, parallel.num_trainers, gpus)
     if replayed := debug.replay_rollouts:
         check_path("--replay-rollouts", replayed, "step_000000.jsonl")
-        if parallel.num_trainers > 1:
-            raise FlagError(f"--replay-rollouts {replayed}: one process; leave out --num-trainers")
-    if debug.eval_only and save.resume:
-        raise FlagError("--eval-only --resume: give the checkpoint's folder as --model instead")
+        why = "one process; leave out --num-trainers"
+        refuse_if(parallel.num_trainers > 1, f"--replay-rollouts {replayed}", why)
+        save.save_in_background = False  # nobody would wait for it
+    both, instead = debug.eval_only and save.resume, "give the checkpoint's folder as --model instead"
+    refuse_if(both, "--eval-only --resume", instead)
     check_files(save, log)
 
 
@@ -324,8 +334,8 @@ def check_files(save, log) -> None:
     if save.init_from:
         check_path("--init-from", save.init_from, "config.json")
     for package, project in (("wandb", log.wandb_project), ("trackio", log.trackio_project)):
-        if project and importlib.util.find_spec(package) is None:
-            raise FlagError(f"--{package}-project {project}: {package} is missing; pip install {package}")
+        missing = project and importlib.util.find_spec(package) is None
+        refuse_if(missing, f"--{package}-project {project}", f"{package} is missing; pip install {package}")
     check_output_dir(log.output_dir, save.resume)
 
 

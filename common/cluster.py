@@ -1,7 +1,10 @@
 """Ray: start, the split of GPUs, waiting while everything is watched, and a clean end."""
 
 import contextlib
+import faulthandler
 import os
+import re
+import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -9,16 +12,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import ray
 from annotated_types import Gt, Lt
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
+from common.checkpoint import SaveFlags, finish_saving
 from common.checks import check_gpu_split
 from common.sample import Rollout
 from common.sample_queue import pack_group, unpack_group
 
 DEATHS = (RayActorError, OutOfMemoryError)
 ROOT_CAUSE_S = 3.0  # how long an error waits for the news that a process died, which may have caused it
+ANSWER_S = 120.0  # how long a trainer may then stay in a refit that another one has left
 RESCUE_S = 900.0  # how long a run that ends early waits for its trainers, to save what they have
 
 OUT_OF_MEMORY = "; lower --micro-batch-tokens (trainer), --gpu-memory-utilization, --kv-cache-gb (engine)"
@@ -113,10 +119,12 @@ class Run(contextlib.AbstractContextManager):
     trained first if that was by a RunError or a signal.
     """
 
-    def __init__(self, timeout_s: float, output_dir: str = "", step: int = 0):
+    def __init__(self, timeout_s: float, output_dir: str = "", step: int = 0, flags=SaveFlags()):
         self.timeout_s = timeout_s  # of a wait, where the call does not say otherwise
-        self.output_dir, self.ending = output_dir, False
-        self.saved, self.update = step, (step, [])  # the newest update: steps trained with it, its calls
+        self.output_dir, self.flags, self.ending = output_dir, flags, False
+        self.saved = self.saving = step  # the newest checkpoint that is written, and that is being written
+        self.update = step, []  # the newest one: steps trained with it, its calls
+        self.calls = []  # of the newest save
         self.queue, self.store, self.workers, self.trainers = None, None, [], []
         self.probe_ids, self.probes, self.last_refit = [], [], {}  # of the refit in flight
         self.actors: dict[str, ray.actor.ActorHandle] = {}
@@ -124,35 +132,69 @@ class Run(contextlib.AbstractContextManager):
         self.tasks: dict[ray.ObjectRef, str] = {}  # calls that last as long as the run, by what they are
 
     def __exit__(self, kind, error, traceback) -> None:
+        more = isinstance(error, RunError | Stopped)
         try:
-            if isinstance(error, RunError | Stopped):
-                self._rescue()
+            if error is None:
+                self.finish_saving()
+            elif more or isinstance(error, Exception) and self.saved < self.saving:
+                self._rescue(more)
         finally:
+            below = []
+            with contextlib.suppress(psutil.Error):
+                raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+                below = [child for raylet in raylets for child in raylet.children(recursive=True)]
             ray.shutdown()
+            for left in psutil.wait_procs(below, timeout=5.0)[1]:  # an engine whose worker was stopped
+                with contextlib.suppress(psutil.Error):
+                    left.kill()
 
-    def _rescue(self) -> None:
-        """Saves what is trained, if the trainers and the queue live: they are all that it takes."""
+    def _rescue(self, more: bool) -> None:
+        """Has what is being saved written, and with `more` saves what is trained, if the trainers and the
+        queue live: they are all that it takes."""
         self.ending, self.actors, self.tasks, self.pings = True, {}, {}, {}
-        (step, update), self.timeout_s = self.update, RESCUE_S
+        (step, update), self.timeout_s = self.update, min(self.timeout_s, RESCUE_S)
         try:
             self.get(update, "the newest update")
-            if step > self.saved:
-                print(f"saved {self.save(step)}", flush=True)
+            with contextlib.suppress(RunError, RayError, OSError):  # a save may take longer than ANSWER_S
+                self.get(self.calls, "saving")
+            self.get(self.ask(self.trainers, "__ray_ready__"), "the trainers", ANSWER_S)
+            try:
+                self.finish_saving()
+            except (RunError, RayError, OSError) as lost:  # what was trained after it may still be saved
+                print(f"not saved: {lost}", flush=True)
+            if more and step > self.saved:
+                print(f"saved {self.save(step, wait=True)}", flush=True)
         except (RunError, RayError, OSError) as lost:
             print(f"not saved: {lost}", flush=True)
 
-    def save(self, step: int) -> str:
-        """A checkpoint of `step` trained steps, and of the groups that are finished. Returns its folder."""
+    def save(self, step: int, wait: bool = False) -> str:
+        """A checkpoint of `step` trained steps, and of the groups that are finished. Returns its folder,
+        which is there when the next one is saved, or now (`wait`)."""
+        self.finish_saving()  # asked of all ranks: they would wait in a barrier for one that failed alone
         path, queue, rollouts = f"{self.output_dir}/checkpoints/step_{step}", None, []
         if self.queue:
             queue, groups = self.get(self.queue.snapshot.remote(step), "the queue")
             for group in groups:
                 with contextlib.suppress(RayError):  # it was lost with its engine: it is sampled again
                     rollouts += unpack_group(group, lambda reference: ray.get(reference, timeout=60))
-        progress = ray.put({"step": step, "queue": queue, "rollouts": rollouts})
-        self.get(self.ask(self.trainers, "save", path, progress), "saving")
-        self.saved = step
+        progress = ray.put({"step": step, "queue": queue, "rollouts": rollouts, "flags": self.flags})
+        self.calls = self.ask(self.trainers, "save", path, progress)
+        self.get(self.calls, "saving")
+        self.saving = step
+        if wait:
+            self.finish_saving()
         return path
+
+    def finish_saving(self) -> None:
+        """Waits until the newest checkpoint is written. Raises RunError if it could not be."""
+        if self.saved < self.saving:
+            self.calls = self.ask(self.trainers, "__ray_call__", finish_saving)
+            try:
+                self.get(self.calls, "writing a checkpoint")
+            except RunError:  # there is no such checkpoint: it may be tried again
+                self.saving = self.saved
+                raise
+            self.saved = self.saving
 
     def restore(self, rollouts: list[Rollout]) -> None:
         """Puts the groups of a checkpoint back into the queue, before any engine gets a ticket."""
@@ -163,9 +205,14 @@ class Run(contextlib.AbstractContextManager):
     def spawn(self, name: str, actor_class: type, arguments: list[tuple], options: list[dict]) -> list:
         """One actor for each tuple of constructor arguments and dict of Ray's options, called `name`, or
         `name` 0, 1, ... if several."""
+
+        def catch_stacks(actor, logs: str) -> None:  # in here Ray sends it as it is, without this module
+            faulthandler.register(signal.SIGUSR2, open(f"{logs}/stacks.txt", "a"))
+
         remote = ray.remote(actor_class)
         pairs = zip(arguments, options, strict=True)
         handles = [remote.options(num_cpus=0, **own).remote(*each) for each, own in pairs]
+        self.ask(handles, "__ray_call__", catch_stacks, str(Path(self.output_dir, "logs").resolve()))
         names = [name if len(handles) == 1 else f"{name} {index}" for index in range(len(handles))]
         self.actors |= dict(zip(names, handles, strict=True))
         return handles
@@ -191,12 +238,13 @@ class Run(contextlib.AbstractContextManager):
                 try:
                     self._check(ref, self.pings.pop(ref, None) or self.tasks.get(ref) or what)
                 except RunError as error:
-                    raise self._root_cause(error)
+                    raise self._root_cause(error, dict.fromkeys(pending, what))
                 if ref in self.tasks:
                     raise RunError(f"{self.tasks[ref]} returned before the run's end")
             pending = [ref for ref in pending if ref not in done]
             if pending and time.monotonic() > deadline:
-                raise RunError(f"{what}: nothing after {timeout_s:.0f} s{self._queue_state()}")
+                told = f"{timeout_s:.0f} s{self._queue_state()}{self._silent()}"
+                raise RunError(f"{what}: nothing after {told}; see {self._write_stacks(what)}")
             if not done:  # for a second: whoever has answered the last ping gets another
                 self.pings |= self._ping(but=set(self.pings.values()))
         return ray.get(refs)
@@ -210,10 +258,36 @@ class Run(contextlib.AbstractContextManager):
         except Exception as error:
             return f" (the queue does not answer: {type(error).__name__})"
 
-    def _root_cause(self, error: RunError) -> RunError:
+    def _silent(self) -> str:
+        """Which actors are busy, stopped or gone, for messages."""
+        pings = self._ping()
+        late = ray.wait([*pings], num_returns=len(pings), timeout=5.0)[1] if pings else []
+        return f"; no answer from {', '.join(pings[ref] for ref in late)}" if late else ""
+
+    def _write_stacks(self, what: str) -> str:
+        """What each thread of the driver and of the actors does now, and which of their children are stopped,
+        in a file. (Of a Ray that ran before, the actors are not below the driver, and left out.)"""
+        path = f"{self.output_dir}/stacks.txt"
+        with contextlib.suppress(OSError), open(f"{self.output_dir}/logs/stacks.txt", "a") as file:
+            print(f"=== {time.ctime()}, waited for {what}. The driver:", file=file, flush=True)
+            faulthandler.dump_traceback(file)
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error, OSError):
+                    status = Path(f"/proc/{process.pid}/status").read_text()
+                    caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+                    print(f"--- {process.name()}, {process.pid}: {process.status()}", file=file, flush=True)
+                    if caught >> (signal.SIGUSR2 - 1) & 1:  # others it would kill
+                        process.send_signal(signal.SIGUSR2)
+                        time.sleep(0.2)  # while it writes
+            shutil.copy(file.name, path)  # what Ray has will not stay
+        return path
+
+    def _root_cause(self, error: RunError, waited_for: dict[ray.ObjectRef, str]) -> RunError:
         """The error of the process that died, which may come after that of a peer (a lost connection)."""
-        watched, deadline = self.tasks | self._ping(), time.monotonic() + ROOT_CAUSE_S
-        while watched and not isinstance(error.__cause__, DEATHS) and time.monotonic() < deadline:
+        watched, deadline = waited_for | self.tasks | self._ping(), time.monotonic() + ROOT_CAUSE_S
+        while watched and time.monotonic() < deadline:
+            if isinstance(error.__cause__, DEATHS) or "EngineDeadError" in str(error):
+                break
             done, _ = ray.wait(list(watched), timeout=0.1)
             for ref in done:
                 try:

@@ -40,12 +40,11 @@ def dump_rollouts(folder: str | None, step: int, rollouts: list[Rollout]) -> Non
 
 def read_rollouts(folder: str, step: int) -> list[Rollout]:
     """What `dump_rollouts` wrote. Raises FileNotFoundError if the step was not recorded."""
-    rollouts = []
-    for line in Path(folder, f"step_{step:06}.jsonl").read_text().splitlines():
-        record = json.loads(line)
+    lines = Path(folder, f"step_{step:06}.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for record in records:
         record["segments"] = [Segment(**segment) for segment in record["segments"]]
-        rollouts.append(Rollout(**record))
-    return rollouts
+    return [Rollout(**record) for record in records]
 
 
 def traced(path: str | None):

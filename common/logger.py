@@ -87,9 +87,7 @@ class Logger(contextlib.AbstractContextManager):
     Raises ValueError if an earlier one is missing. `trackers` get what the files get (`open_trackers`).
     """
 
-    def __init__(
-        self, output_dir, config: dict, total_steps: int, headline: tuple[str, ...], first_step=0, trackers=()
-    ):
+    def __init__(self, output_dir, config: dict, total_steps: int, headline, first_step=0, trackers=()):
         self.trackers = trackers
         self.output_dir, self.total_steps, self.headline = Path(output_dir), total_steps, headline
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)

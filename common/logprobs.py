@@ -128,8 +128,7 @@ class LogprobHead:
         if self.targets_BS is None:
             return self.plain_forward(hidden_BSH)
         if hidden_BSH.shape[:2] != self.targets_BS.shape[:2]:
-            sizes = tuple(hidden_BSH.shape[:2]), tuple(self.targets_BS.shape)
-            raise ValueError("{} positions, {} targets".format(*sizes))
+            raise ValueError(f"{hidden_BSH.shape[:2]} positions, {self.targets_BS.shape} targets")
         hidden, weight, bias, mesh, group, first = hidden_BSH, self.head.weight, self.head.bias, None, None, 0
         if isinstance(hidden_BSH, DTensor):  # tensor parallelism: each rank has a part of the vocabulary
             mesh, self.place = hidden_BSH.device_mesh, hidden_BSH.device_mesh.get_local_rank()

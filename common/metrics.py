@@ -61,6 +61,7 @@ def timing_metrics(times: dict, ticks: list[list[dict]], rollouts: list[Rollout]
         "perf/samples_per_s": len(rollouts) / step_s,
         "perf/train_tokens_per_s": sum(rollout.num_actions for rollout in rollouts) / times["time/train"],
         "perf/rollout_tokens_per_s": float((sampled[3] - sampled[0]) / np.mean(whole)),
+        **{name: value for name, value in sent.items() if name == "rollout/accepted_frac"},
     }
 
 
@@ -130,11 +131,13 @@ def rank_metrics(sums: list[dict], peaks: list[dict]) -> dict:
     return {"sums": merge(numbers), "peaks": highest}
 
 
-def update_metrics(grad_norm: float, critic: bool = False) -> dict:
-    """The norm of an update's gradient, or that the update was skipped since it was not finite."""
+def update_metrics(grad_norm: float, critic: bool = False, alone: bool = False) -> dict:
+    """The norm of an update's gradient, or that the update was skipped since it was not finite. `alone`: the
+    critic is all that trains, so its skips are the step's."""
     norm, skipped = ("value/grad_norm", "value/skipped_frac") if critic else ("grad_norm", "skipped_frac")
     finite = bool(np.isfinite(grad_norm))
-    return {skipped: (not finite, 1)} | ({norm: (grad_norm, 1)} if finite else {})
+    names = {skipped, "skipped_frac"} if alone else {skipped}
+    return dict.fromkeys(names, (not finite, 1)) | ({norm: (grad_norm, 1)} if finite else {})
 
 
 def training_metrics(ranks: list[dict]) -> dict:

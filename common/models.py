@@ -103,6 +103,12 @@ def load_config(model_path: str) -> dict:
     return AutoConfig.from_pretrained(model_path).to_dict()
 
 
+def text_config(model_path: str) -> dict:
+    """The configuration, and what it says of the language model beside a vision tower, on one level."""
+    config = load_config(model_path)
+    return config | (config.get("text_config") or {})
+
+
 @functools.cache
 def image_token(model_path: str) -> int | None:
     """The id that a chat template leaves where an image goes, None for a model without a vision tower."""

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from annotated_types import Ge, Gt, Lt
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 
 from common.attention import use_packed_attention
 from common.checks import EXPERTS
-from common.models import auto_class, load_config, sees
+from common.models import auto_class, sees, text_config
 from common.routing import routers
 
 TOWERS = ("vision_model", "vision_tower", "visual")  # how models call the part that sees
@@ -101,7 +102,7 @@ def build_model(
         activation_checkpointing=flags.activation_checkpointing,
         world_size=dist.get_world_size(),
     )
-    sparse, lora = any(load_config(path).get(key) for key in EXPERTS), None
+    sparse, lora = any(text_config(path).get(key) for key in EXPERTS), None
     if flags.lora_rank:
         from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
 
@@ -210,21 +211,19 @@ def clip_gradients(model: torch.nn.Module, max_norm: float, flags: ParallelFlags
 # --- The optimizer
 
 
-def make_optimizer(
-    model: torch.nn.Module, weight_decay: float, flags: ParallelFlags
-) -> torch.optim.Optimizer:
+def make_optimizer(model: torch.nn.Module, weight_decay: float, flags: ParallelFlags) -> Optimizer:
     """AdamW (fused on a GPU, its averages offloaded if so asked), or Muon. The learning rate is set later."""
     if flags.optimizer == "muon":
         from nemo_automodel.components.optim.optimizer import MuonConfig
 
         muon = MuonConfig(lr=0.0, weight_decay=weight_decay)
         return muon.build(model, device_mesh=model.mesh.device_mesh)[0]
-    kind = OffloadedAdamW if flags.offload_optimizer else torch.optim.AdamW
+    kind = OffloadedAdamW if flags.offload_optimizer else AdamW
     fused = next(model.parameters()).device.type == "cuda"
     return kind(model.parameters(), lr=0.0, weight_decay=weight_decay, fused=fused)
 
 
-class OffloadedAdamW(torch.optim.AdamW):
+class OffloadedAdamW(AdamW):
     """AdamW with its averages in CPU memory: those of one parameter at a time come to the GPU."""
 
     def step(self, closure=None) -> None:

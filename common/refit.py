@@ -56,10 +56,14 @@ def hash_words(words: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bits as integers, in place."""
+    return tensor.detach().view({1: torch.int8, 2: torch.int16}.get(tensor.itemsize, torch.int32))
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """`hash_words` of a tensor's bits."""
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[tensor.element_size()]
-    return int(hash_words(tensor.detach().contiguous().reshape(-1).view(width)))
+    return int(hash_words(words_of(tensor.contiguous().reshape(-1))))
 
 
 # --- What is sent
@@ -75,7 +79,10 @@ def gather(parameter: torch.Tensor) -> torch.Tensor:
 def weights_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The parameters by name, and the biases that only choose experts, which are buffers."""
     biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith(CHOICE_BIAS)]
-    return [*model.named_parameters(), *biases]
+    named = [*model.named_parameters(), *biases]
+    # what AutoModel calls shared_experts there is shared_expert to everybody else
+    theirs = "shared_experts." if model.config.model_type == "qwen3_5_moe" else "shared_expert."
+    return [(name.replace(theirs, "shared_expert."), tensor) for name, tensor in named]
 
 
 def adapters_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -95,8 +102,8 @@ def merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def clean(name: str) -> str:
-    """A parameter's name without what a wrapper adds that recomputes activations."""
-    return name.replace("_checkpoint_wrapped_module.", "")
+    """A parameter's name without what wrappers add: that recomputes activations, that keeps fp32."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_fp32_params.", "")
 
 
 def checkpoint_tensors(named_parameters: Named) -> Iterator[tuple[str, torch.Tensor]]:
@@ -204,26 +211,25 @@ def learn_plan(load_weights, tensors: Named) -> Plan:
     return plan
 
 
-def check_coverage(plan: Plan, parameters: dict[str, torch.Tensor], padding: dict[str, int]) -> None:
-    """Every element of every parameter is written exactly once, and every sent name is used.
+def check_coverage(plan: Plan, parameters: dict[str, torch.Tensor], padding: dict[str, int], ep=False):
+    """Every element of every parameter is written exactly once, and every sent name is used; with `ep` not
+    those of experts, which another worker may hold.
 
     `padding` gives, for a parameter with rows that no checkpoint has, its first such row. Raises RefitError
     with the names.
     """
-    unused = [name for name, copies in plan.items() if not copies]
+    unused = [name for name, copies in plan.items() if not copies and not (ep and ".experts." in name)]
     if unused:
         raise RefitError(f"the engine has no place for {', '.join(unused)}")
-    by_storage: dict[int, list[Copy]] = {}
-    for copies in plan.values():
-        for copy in copies:
-            by_storage.setdefault(copy.destination.untyped_storage().data_ptr(), []).append(copy)
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for destination in [copy.destination for copies in plan.values() for copy in copies]:
+        by_storage.setdefault(destination.untyped_storage().data_ptr(), []).append(destination)
     wrong = []
     for name, parameter in parameters.items():
         storage = parameter.untyped_storage()
         size = storage.nbytes() // parameter.element_size()
         written = torch.zeros(size, dtype=torch.uint8, device=parameter.device)
-        for copy in by_storage.get(storage.data_ptr(), []):
-            destination = copy.destination
+        for destination in by_storage.get(storage.data_ptr(), []):
             written.as_strided(destination.shape, destination.stride(), destination.storage_offset()).add_(1)
         counts = written.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
         counts = counts[: padding[name]] if name in padding else counts
@@ -236,19 +242,16 @@ def check_coverage(plan: Plan, parameters: dict[str, torch.Tensor], padding: dic
 def copies_of(plan: Plan, entries: list[Entry], bucket: torch.Tensor) -> tuple:
     """The plan for a bucket: (engine tensors, their parts of the bucket, twins), of which the first two are
     lists of equal length. A twin is one more (engine tensor, part) of a part that went elsewhere already."""
-    parameters, parts, twins = [], [], []
+    first, twins = [], []
     for entry in entries:
         tensor = entry.view(bucket)
         taken = torch.zeros_like(tensor, dtype=torch.bool)
         for copy in plan[entry.name]:
             region = taken.as_strided(copy.size, copy.stride, copy.offset)
-            if bool(region.any()):
-                twins.append((copy.destination, copy.source(tensor)))
-            else:
-                parameters.append(copy.destination)
-                parts.append(copy.source(tensor))
+            pairs = twins if bool(region.any()) else first
+            pairs.append((copy.destination, copy.source(tensor)))
             region.fill_(True)
-    return parameters, parts, twins
+    return [parameter for parameter, _ in first], [part for _, part in first], twins
 
 
 def place(parameters: list[torch.Tensor], parts: list[torch.Tensor], twins: list[tuple]) -> list:
@@ -295,7 +298,7 @@ class Wire:
     """The way from the trainer's ranks, the first ones here, to every engine worker. Apart from all other
     groups. Rank 0 sends; where memory is shared, every trainer rank packs for the worker beside it.
 
-    Every wait ends at `timeout_s` with RefitError or RuntimeError, also when a peer is gone.
+    Every wait ends soon after `timeout_s` with RefitError or RuntimeError, also when a peer is gone.
     """
 
     def __init__(self, store, rank: int, num_trainers: int, num_workers: int, device, timeout_s: float):
@@ -310,7 +313,8 @@ class Wire:
         self.member = rank in members
         if not self.member:
             return
-        place, timeout = (members.index(rank), len(members)), timedelta(seconds=timeout_s)
+        place = (members.index(rank), len(members))
+        timeout = timedelta(seconds=timeout_s + 5)  # after the driver's, which says who does not answer
         self.control = self.data = dist.ProcessGroupGloo(self.store, *place, timeout)
         if self.transport == "nccl":
             options = dist.ProcessGroupNCCL.Options()
@@ -472,7 +476,7 @@ def compare_probe(engine: list[float], trainer: list[float], dtype: str, where: 
     if len(engine) != len(trainer):
         raise RefitError(f"{where}: {len(engine)} log-probs of the probe, the trainer has {len(trainer)}")
     difference = (torch.tensor(engine) - torch.tensor(trainer)).abs().mean().item()
-    bound = 1e-3 if dtype == "float32" else 0.2
+    bound = {"float32": 1e-3, "bfloat16": 0.2, "fp8": 0.5}[dtype]
     if not difference <= bound:
         raise RefitError(f"{where}: the probe's log-probs differ from the trainer's by {difference:.3g}")
     return difference

@@ -6,20 +6,26 @@ sends what the engine loaded from disk, so whatever changes a bit is wrong.
 """
 
 import math
+import threading
 import time
 from dataclasses import dataclass
 
 import torch
+import tqdm
 import vllm.model_executor.layers.utils
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.sample import rejection_sampler
 
 from common import refit
-from common.refit import Entry, Plan, RefitError, checksum
+from common.refit import Entry, Plan, RefitError, checksum, words_of
 
+tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore in /dev/shm that a killed process leaves there
 pack_linear = vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm
+rotate = RotaryEmbedding.forward_cpu
 
 
 def keep_linear_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -35,7 +41,27 @@ def keep_linear_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
         pack_linear(layer, remove_weight)
 
 
+def rotate_rows(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
+    """On a CPU vLLM's kernel turns the wrong numbers of a query [tokens, heads, size], as MLA has it."""
+    rows = [x.flatten(1).contiguous() for x in (query, key)] if query.ndim == 3 else [query, key]
+    turned = rotate(self, positions, *rows)
+    return turned if query.ndim == 2 else (turned[0].view(query.shape), turned[1].view(key.shape))
+
+
 vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm = keep_linear_plain
+RotaryEmbedding.forward_cpu = rotate_rows
+
+
+def expand(values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from=0, replace_to=0):
+    """The temperature of each request for each of its guesses. vLLM's own for a CPU writes into a copy: what
+    was sampled there, and its log-probs, would be those of some random temperature. (On a GPU vLLM's newer
+    runner has a sampler of its own.)"""
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    replaced = torch.where(values == replace_from, replace_to, values)
+    return replaced.repeat_interleave(counts, output_size=num_tokens)
+
+
+rejection_sampler.expand_batch_to_tokens = expand
 
 
 @dataclass
@@ -68,6 +94,7 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         self.places: dict[int, tuple] = {}  # the plan as lists of views, by bucket
         self.received: dict[str, int] = {}  # checksums of tensors, for the reload alone
         self.manager = getattr(self.model, "lora_manager", None)
+        self.quantized = self.model_config.quantization is not None
         self.poisoned = False
 
     def start_weight_update(self) -> None:
@@ -76,7 +103,7 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         self.poisoned = True  # until all checks have passed
         self.reloading = self.mode == "reload"  # not yet at the gate, which runs its own reload
         if self.reloading:
-            initialize_layerwise_reload(self.model)
+            self._begin_reload()
 
     def receive_weights(self, info: UpdateInfo) -> None:
         header = self.wire.share()
@@ -90,7 +117,7 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
             self._gate()
         else:
             self._receive(self._place if self.mode == "plan" else self._reload)
-        dtype = str(self.model_config.dtype).removeprefix("torch.")
+        dtype = "fp8" if self.quantized else str(self.model_config.dtype).removeprefix("torch.")
         self.report = {"mode": self.mode, "transport": self.wire.transport, "dtype": dtype}
         self.report["receive_s"] = time.monotonic() - start
 
@@ -110,7 +137,10 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RefitError("the places that a weight was copied to differ")
 
     def _learn(self, index: int, bucket: torch.Tensor) -> None:
-        """Loads through the model's own loader, and records where it put what."""
+        """Loads through the model's own loader, and records where it put what. Not if it quantizes: what is
+        sent would have no place."""
+        if self.quantized:
+            return
         tensors = [(entry.name, entry.view(bucket)) for entry in self.members[index]]
         try:
             load = self._load_factors if self.manager else self.model.load_weights
@@ -134,6 +164,13 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         if index not in self.places:
             self.places[index] = refit.copies_of(self.plan, self.members[index], bucket)
         self.differ += refit.place(*self.places[index])
+
+    def _begin_reload(self) -> None:
+        """Quantized weights cannot be compared with what was sent, but nothing may stay as it was: where a
+        parameter is all ones afterwards, which is a NaN, no weight was written."""
+        for parameter in self.model.parameters() if self.quantized else ():
+            words_of(parameter).fill_(-1)
+        initialize_layerwise_reload(self.model)
 
     def _reload(self, index: int, bucket: torch.Tensor) -> None:
         """Through vLLM's layer-wise reload, which keeps tensors until their layer is whole."""
@@ -160,6 +197,9 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
             kernel = getattr(method, "moe_kernel", None)
             if kernel is not None:
                 kernel.fused_experts.process_weights_after_loading(module)
+        state = self.model.named_parameters() if self.quantized else ()
+        if stale := [name for name, parameter in state if bool((words_of(parameter) == -1).any())]:
+            raise RefitError(f"the refit did not write all of {', '.join(stale)}")
 
     def _holds(self, entry: Entry) -> bool:
         """After a reload: whether the places of this tensor hold what was received."""
@@ -172,7 +212,7 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         """After the gate's reload, with the storages of the model's parameters: whether this tensor can be
         read back. Where a kernel repacked it, it can't be, nor where it is spread over ranks; the probe
         covers those."""
-        places = [copy.destination for copy in self.plan[entry.name]]
+        places = [copy.destination for copy in self.plan.get(entry.name, ())]
         there = all(place.untyped_storage().data_ptr() in live for place in places)
         return there and sum(map(torch.numel, places)) == math.prod(entry.shape) and self._holds(entry)
 
@@ -187,11 +227,12 @@ class TransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         slots: dict[str, torch.Tensor] = {}  # of the adapter
         for name, layer in self.manager.modules.items() if self.manager else ():
             slots |= {f"{name} {i}": x for i, x in enumerate(layer.lora_a_stacked + layer.lora_b_stacked)}
-        refit.check_coverage(self.plan, slots or dict(self.model.named_parameters()), padding)
-        self.mode = "reload" if self._changed(before) else "plan"
+        parameters = {} if self.quantized else slots or dict(self.model.named_parameters())
+        refit.check_coverage(self.plan, parameters, padding, self.parallel_config.enable_expert_parallel)
+        self.mode = "reload" if self.quantized or self._changed(before) else "plan"
         self.checked = [entry for members in self.members for entry in members]
         if self.mode == "reload":
-            initialize_layerwise_reload(self.model)
+            self._begin_reload()
             self._receive(self._reload)
             self._finish_reload()
             live = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}

@@ -23,6 +23,9 @@ class EngineFlags:
     engine_tp: Annotated[int, Ge(1)] = 1
     """Workers over which vLLM splits the model of one engine (tensor parallelism), each on a GPU.
     Raise it when model and KV cache do not fit one."""
+    engine_ep: bool = False
+    """Of a mixture of experts, each of the --engine-tp workers holds whole experts instead of a part of every
+    one (expert parallelism). Give it when the experts are many and small."""
     max_model_len: Annotated[int, Ge(2)] = 512
     """Longest context of an episode in tokens, prompt and all turns together. More costs KV memory.
     Raise it when rollout/truncated_frac is high though answers are short, or for no_room."""
@@ -37,6 +40,17 @@ class EngineFlags:
     refit between GPUs needs twice the largest weight."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and compute of the engine: float32, bfloat16, or auto (that of the checkpoint)."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: the engine rounds the layers' weights and what enters them to 8 bits, at each refit anew. Half the
+    memory and faster, but further from the trainer: watch mismatch/abs_mean."""
+    speculative_tokens: Annotated[int, Ge(0)] = 0
+    """Tokens that --speculative-model guesses, for the model to check in one pass; 0: none. What is sampled,
+    and its log-probs, are the model's all the same. Raise it while few answers are in flight and
+    rollout/accepted_frac is high."""
+    speculative_model: str = "ngram"
+    """What guesses. ngram: what followed the last tokens where they stood before. mtp: the model's own heads
+    for that. Or a smaller model with the same tokenizer. No refit changes these two: they guess worse in
+    time."""
     refit_mode: Literal["keep", "wait", "abort"] = "keep"
     """What a refit does with answers in flight. keep: freezes them, they go on under the new weights. wait:
     lets them end, while the engine runs empty; within --refit-timeout-s. abort: throws them away and samples
@@ -69,10 +83,12 @@ class Engine:
 
     chat_server = None  # the task that starts it, once a ChatAgent needs it
     image_token: int | None = None  # the placeholder of a model with a vision tower
+    guessed = accepted = 0  # tokens, since the last refit
 
     def __init__(self, model_path: str, dtype: str, seed: int, flags: EngineFlags, gpus: float, lora_rank=0):
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+        os.environ["NUMBA_NUM_THREADS"] = "1"  # ngram's numba would set torch's threads to all cores
         from vllm import AsyncEngineArgs, SamplingParams
         from vllm.config import WeightTransferConfig
         from vllm.lora.request import LoRARequest
@@ -84,7 +100,11 @@ class Engine:
         share = flags.gpu_memory_utilization or 0.8 * gpus
         on_gpu = {"gpu_memory_utilization": share, "compilation_config": graphs, "moe_backend": "triton"}
         layers = [f"{name}_proj" for name in "q k v qkv o gate up gate_up down".split()]
+        guesser = "method" if flags.speculative_model == "mtp" else "model"
+        guess = {guesser: flags.speculative_model, "num_speculative_tokens": flags.speculative_tokens}
+        guess |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # of ngram: how many tokens must agree
         lora = {"enable_lora": True, "max_lora_rank": lora_rank, "lora_target_modules": layers}
+        fp8 = {"quantization": "fp8_per_channel", "quantization_config": {"ignore": [r"re:.*\.gate$"]}}
         kv_cache_gb = flags.kv_cache_gb or (None if gpus else 0.25)
         arguments = AsyncEngineArgs(
             model=model_path,
@@ -96,14 +116,19 @@ class Engine:
             generation_config="vllm",  # a checkpoint's own sampling defaults would change the policy
             weight_transfer_config=WeightTransferConfig(backend="instar"),
             worker_extension_cls="common.refit_worker.WorkerExtension",
+            scheduler_cls="common.scheduler.FinalLogprobs",
             disable_log_stats=True,
             mm_processor_cache_gb=0,  # its two halves would be cleared at different moments of a refit
             enable_return_routed_experts=flags.router_replay == "on",
+            speculative_config=guess if flags.speculative_tokens else None,
+            per_request_spec_decode_metrics="summary" if flags.speculative_tokens else "none",
             tensor_parallel_size=flags.engine_tp,
+            enable_expert_parallel=flags.engine_ep,
             distributed_executor_backend="mp" if flags.engine_tp > 1 else None,
             kv_cache_memory_bytes=kv_cache_gb and int(kv_cache_gb * 2**30),
             **(on_gpu if gpus else {"enforce_eager": True}),
             **(lora if lora_rank else {}),
+            **(fp8 if flags.quantization == "fp8" else {}),
         )
         self.llm = AsyncLLM.from_engine_args(arguments)
         self.make_sampling, self.final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
@@ -155,6 +180,9 @@ class Engine:
             pass
         if any(output.finish_reason == "error" for output in final.outputs):  # else an answer without tokens
             raise RuntimeError("vLLM ended a request with an error; the engine's log says why")
+        guesses = [output.spec_decode_metrics for output in final.outputs if output.spec_decode_metrics]
+        self.guessed += sum(each.num_draft_tokens for each in guesses)
+        self.accepted += sum(n * steps for each in guesses for n, steps in enumerate(each.histogram))
         if pictures and list(final.prompt_token_ids) != list(prompt_ids):
             sizes = f"{len(final.prompt_token_ids)} prompt tokens, {len(prompt_ids)} by its processor"
             raise ValueError(f"vLLM expands this model's images in its own way: {sizes}")
@@ -173,7 +201,15 @@ class Engine:
         info = {"host": host, "port": port, "start_timeout_s": start_timeout_s, "timeout_s": timeout_s}
         info |= {"num_trainers": num_trainers, "num_workers": self.flags.num_engines * workers}
         info |= {"first_worker": index * workers}
-        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        await self._alive(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info)))
+
+    async def _alive(self, call):
+        """The result of a control call. vLLM would wait for it for ever if the engine's process dies."""
+        task = asyncio.ensure_future(call)
+        while not (await asyncio.wait([task], timeout=0.5))[0]:
+            if self.llm.errored:
+                raise self.llm.dead_error
+        return task.result()
 
     async def pause(self) -> None:
         """Deals with what is in flight as --refit-mode says, and clears every cache: KV is computed again
@@ -182,16 +218,19 @@ class Engine:
         `AsyncLLM.pause_generation` is the same two calls and a fixed sleep of 20 ms.
         """
         await self.llm.renderer.clear_mm_cache_async()
-        await self.llm.engine_core.pause_scheduler_async(mode=self.flags.refit_mode, clear_cache=True)
+        pausing = self.llm.engine_core.pause_scheduler_async(mode=self.flags.refit_mode, clear_cache=True)
+        await self._alive(pausing)
 
     async def receive_weights(self, version: int) -> dict:
         """The weights of `version`, checked, and the label that the tokens sampled from now on will carry."""
-        reports = await self.llm.collective_rpc("refit", args=(version,))
-        await self.llm.update_weight_version(str(version))
-        return reports[0]
+        reports = await self._alive(self.llm.collective_rpc("refit", args=(version,)))
+        await self._alive(self.llm.update_weight_version(str(version)))
+        accepted = {"rollout/accepted_frac": self.accepted / self.guessed} if self.guessed else {}
+        self.guessed = self.accepted = 0
+        return reports[0] | accepted
 
     async def resume(self) -> None:
-        await self.llm.resume_generation()
+        await self._alive(self.llm.resume_generation())
 
 
 def read_completion(output, top_k: int = 0) -> Completion:

@@ -146,17 +146,15 @@ def extend_segment(
     }
     if top_k is not None:
         turn["top_k"] = np.concatenate([np.zeros((gap, *top_k.shape[1:])), top_k])
-    ends = []
     if segment is not None:
         turn = {name: np.concatenate([getattr(segment, name), values]) for name, values in turn.items()}
-        ends = segment.turn_ends
+    ends = [*(segment.turn_ends if segment else []), len(turn["token_ids"])]
     if routes is not None:
-        read, total = segment.routed_experts[:-1] if segment else routes[:0], len(turn["token_ids"])
-        known = len(read) - (total - 1 - len(routes))  # rows that are on record already
+        read = segment.routed_experts[:-1] if segment else routes[:0]
+        known = len(read) - (ends[-1] - 1 - len(routes))  # rows that are on record already
         if not 0 <= known <= len(read):
-            raise ValueError(f"experts of {len(routes)} tokens, where {len(read)} to {total - 2} are new")
+            raise ValueError(f"experts of {len(routes)} tokens, where {len(read)} to {ends[-1] - 2} are new")
         turn["routed_experts"] = np.concatenate([read, routes[known:], np.zeros_like(routes[:1])])
-    ends = [*ends, len(turn["token_ids"])]
     return Segment(**turn, turn_ends=ends, finish_reason=finish_reason, images=[p.pixels for p in pictures])
 
 

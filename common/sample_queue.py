@@ -43,7 +43,7 @@ class SampleQueue:
     """Tickets out, finished groups in.
 
     `order` "arrival" trains the P oldest finished groups, "ticket" the next P tickets that were not dropped.
-    A resumed run gives the version that it starts with and the `progress()` of the queue before it: tickets
+    A resumed run gives the version that it starts with and the progress of the queue before it: tickets
     that were not trained are handed out again. Nothing is admitted before the first refit.
     """
 
@@ -117,12 +117,10 @@ class SampleQueue:
         known = self.finished if self.order == "arrival" else [*self.finished, *self.running, *self.again]
         return sorted(known)[: self.groups_per_step]
 
-    def _is_ready(self) -> bool:
-        return len(self.finished.keys() & set(self._next_batch())) == self.groups_per_step
-
-    async def get(self, step: int) -> tuple[list, dict[str, tuple[int, str]]]:
-        """The groups that step `step` trains, [(ticket, group)], and the dropped ones since the last call by
-        reason: how many, and the last one's detail.
+    async def get(self, step: int) -> tuple[list, dict[str, tuple[int, str]], float]:
+        """The groups that step `step` trains, [(ticket, group)]; the dropped ones since the last call by
+        reason: how many, and the last one's detail; and the seconds that it waited for its slowest group
+        while enough others were finished: what --order ticket costs.
 
         Raises RuntimeError if the engines do not hold the weights of `step`: a refit is missing.
         """
@@ -130,16 +128,11 @@ class SampleQueue:
             raise RuntimeError(f"step {step} at version {self.version}: a refit is missing")
         await self._wait_until(lambda: len(self.finished) >= self.groups_per_step)
         enough = time.monotonic()
-        await self._wait_until(self._is_ready)
-        self.straggler_s = time.monotonic() - enough
+        await self._wait_until(lambda: self.finished.keys() >= set(self._next_batch()))
+        straggler_s = time.monotonic() - enough
         self.taken = step, {ticket: self.finished.pop(ticket) for ticket in self._next_batch()}
         drops, self.drops = self.drops, {}
-        return list(self.taken[1].items()), drops
-
-    async def straggler_wait(self) -> float:
-        """Seconds that the last batch waited for its slowest group while enough others were finished: what
-        --order ticket costs."""
-        return self.straggler_s
+        return list(self.taken[1].items()), drops, straggler_s
 
     async def set_version(self, version: int) -> None:
         """The engines now hold `version`; admission moves on. A repeat of the same version adds nothing."""
@@ -159,16 +152,13 @@ class SampleQueue:
         oldest = f", the oldest for {max(waited):.0f} s" if waited else ""
         return f"{len(self.running)} groups are running{oldest}; {len(self.finished)} are finished"
 
-    async def progress(self) -> dict:
-        """Where the data stands once the running step is trained, for `SampleQueue(progress=...)`."""
-        again = sorted([*self.running, *self.finished, *self.again])
-        return {"next_ticket": self.next_ticket_number, "again": again}
-
     async def snapshot(self, trained: int) -> tuple[dict, list]:
-        """`progress` when `trained` steps are, also if the newest batch is not; and the finished groups."""
+        """Where the data stands when `trained` steps are, also if the newest batch is not, for
+        `SampleQueue(progress=...)`; and the finished groups."""
         if self.taken[0] >= trained:
             self.finished |= self.taken[1]
-        return await self.progress(), list(self.finished.values())
+        again = sorted([*self.running, *self.finished, *self.again])
+        return {"next_ticket": self.next_ticket_number, "again": again}, list(self.finished.values())
 
     async def restore(self, ticket: int, *pieces) -> None:
         """A finished group of the run before. Where admission would not let it start, it is sampled again."""

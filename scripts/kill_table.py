@@ -58,9 +58,22 @@ def child(folder: Path, kills: int, seed: int, flags: list[str]) -> None:
 
     from algos import grpo
     from common import checks, cluster, logger
+    from common.sample_queue import SampleQueue
 
-    events, dice = folder / "events.jsonl", random.Random(time.time())
+    events, dice = (folder / "events.jsonl").absolute(), random.Random(time.time())
     get, log_step, init = cluster.Run.get, logger.Logger.log_step, cluster.Run.__init__
+
+    class RecordingQueue(SampleQueue):
+        """Which tickets are dropped, and between which checkpoints."""
+
+        async def drop(self, ticket, *why):
+            await super().drop(ticket, *why)
+            write(events, {"dropped": ticket})
+
+        async def snapshot(self, trained):
+            write(events, {"snapshot": trained})
+            return await super().snapshot(trained)
+
     saves = due = 0
 
     def fire(number: int, phase: str, victim: str, delay_s: float) -> None:
@@ -102,7 +115,7 @@ def child(folder: Path, kills: int, seed: int, flags: list[str]) -> None:
         write(events, {"start": run.saved})
 
     cluster.Run.get, cluster.Run.__init__ = watched_get, watched_init
-    logger.Logger.log_step = watched_log_step
+    logger.Logger.log_step, grpo.SampleQueue = watched_log_step, RecordingQueue
     checks.run(grpo.main, checks.parse(grpo.Args, flags))
 
 
@@ -118,27 +131,41 @@ def table(events: list[dict]) -> list[dict]:
             started = False
         elif "start" in event:
             started = True
-        else:  # a step; those before the new start ended while the victim was not missed yet
+        elif "step" in event:  # those before the new start ended while the victim was not missed yet
             for row in rows:
                 if started and row["stall_s"] is None:  # several, where the run died again at its start
                     row["stall_s"] = round(event["time"] - row["time"], 1)
-                    row["again"] = row["step"] - event["step"]
+                    row["again"] = max(row["step"] - event["step"], 0)
             due = event["step"] + 1
             for row in rows:
                 row["step"] = due if row["stall_s"] is None else row["step"]
     return [{key: value for key, value in row.items() if key != "time"} for row in rows]
 
 
+def dropped(events: list[dict]) -> set[int]:
+    """The tickets that were dropped and are not given out again: a start forgets those since its
+    checkpoint."""
+    tickets, known = [], {}
+    for event in events:
+        if "dropped" in event:
+            tickets.append(event["dropped"])
+        elif "snapshot" in event:
+            known[event["snapshot"]] = len(tickets)
+        elif "start" in event:
+            tickets = tickets[: known.get(event["start"], 0)]
+    return set(tickets)
+
+
 def lineage(folder: Path, steps: int) -> dict:
     """Whether every ticket was trained once, or still waits in the last checkpoint, or was dropped."""
-    tickets = []
+    tickets, drops = [], dropped(read(folder / "events.jsonl"))
     for step in range(steps):
         trained = [record["ticket"] for record in read(folder / "dump" / f"step_{step:06}.jsonl")]
         tickets += dict.fromkeys(trained)
     queue = json.loads((folder / "run/checkpoints" / f"step_{steps}" / "progress.json").read_text())["queue"]
-    missing = set(range(queue["next_ticket"])) - set(tickets) - set(queue["again"])
-    twice = len(tickets) - len(set(tickets)) + len(set(tickets) & set(queue["again"]))
-    return {"trained": len(tickets), "trained_twice": twice, "lost": len(missing)}
+    missing = set(range(queue["next_ticket"])) - set(tickets) - set(queue["again"]) - drops
+    twice = len(tickets) - len(set(tickets)) + len(set(tickets) & {*queue["again"], *drops})
+    return {"trained": len(tickets), "trained_twice": twice, "dropped": len(drops), "lost": len(missing)}
 
 
 def main() -> None:

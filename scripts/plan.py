@@ -79,6 +79,8 @@ class Layer:
     experts: int  # parameters of routed experts
     active: int  # weights that a token is multiplied by
     saved: dict[bool, int]  # bytes that autograd keeps of a token, with --compile and without
+    inputs: int  # and of what is left where activations are computed again
+    part: dict[bool, int]  # of what is then computed again at a time
     attention: int  # heads x head size of scores, for FLOPs
     cache: int  # elements of the engine's cache for a token
 
@@ -142,7 +144,8 @@ def read_model(name: str, config: dict) -> Model:
 def read_layer(text: dict, index: int, num_experts: int) -> Layer:
     """Eager, transformers' norms keep their input in fp32, the normed value and the output (8 bytes an
     element); a projection keeps its input, SwiGLU four values, attention q, k, v and its output. Compiled, a
-    norm keeps input and output in bf16 and makes the rest again."""
+    norm keeps input and output in bf16 and makes the rest again. Where activations are computed again,
+    AutoModel wraps layers of a mixture of experts, of others norms, attention and MLP: four inputs stay."""
     h = text["hidden_size"]
     linear = (text.get("layer_types") or [""] * (index + 1))[index] == "linear_attention"
     if "kv_lora_rank" in text:  # MLA
@@ -170,13 +173,16 @@ def read_layer(text: dict, index: int, num_experts: int) -> Layer:
         weights = h * size * ((gate + 1) * heads + 2 * kv)
         small, attention, cache = 2 * size, heads * size, 2 * kv * size
         saved = {False: 10 * (heads + kv) * size, True: 6 * (heads + kv) * size}
-    saved = {False: saved[False] + 16 * h, True: saved[True] + 8 * h}
+    mixer, saved = saved, {False: saved[False] + 16 * h, True: saved[True] + 8 * h}
     is_sparse = num_experts and index >= text.get("first_k_dense_replace", 0)
     if not is_sparse or index in text.get("mlp_only_layers", []):
         wide = text["intermediate_size"]
-        saved = {False: saved[False] + 8 * wide, True: saved[True] + 6 * wide}
+        feed = {False: 8 * wide, True: 6 * wide}
+        saved = {compiled: kept + feed[compiled] for compiled, kept in saved.items()}
+        part = saved if num_experts else {compiled: max(feed[compiled], mixer[compiled]) for compiled in feed}
         ours = weights + 3 * h * wide
-        return Layer(ours + small + 2 * h, 0, ours, saved, attention, cache)
+        inputs = 2 * h if num_experts else 8 * h
+        return Layer(ours + small + 2 * h, 0, ours, saved, inputs, part, attention, cache)
     wide, top = text["moe_intermediate_size"], text["num_experts_per_tok"]
     shared = text.get("shared_expert_intermediate_size", text.get("n_shared_experts", 0) * wide)
     ours = weights + 3 * h * shared + num_experts * h
@@ -184,7 +190,8 @@ def read_layer(text: dict, index: int, num_experts: int) -> Layer:
     extra = 8 * shared + top * (4 * h + 8 * wide)
     saved = {compiled: kept + extra for compiled, kept in saved.items()}
     active = ours + top * 3 * h * wide
-    return Layer(ours + small + 2 * h, num_experts * 3 * h * wide, active, saved, attention, cache)
+    experts = num_experts * 3 * h * wide
+    return Layer(ours + small + 2 * h, experts, active, saved, 2 * h, saved, attention, cache)
 
 
 def vision_parameters(v: dict) -> int:
@@ -217,7 +224,8 @@ def trainer_memory(model: Model, flags: ParallelFlags, batches: int, beside: flo
         held, sums = 2 * whole, 4 * whole if batches > 1 else 0.0
     saved = [layer.saved[compiled] / flags.trainer_tp for layer in model.layers]
     if flags.activation_checkpointing:
-        activations = tokens * (2 * model.hidden * len(saved) + max(saved))
+        activations = tokens * sum(layer.inputs for layer in model.layers)
+        activations += tokens * max(layer.part[compiled] for layer in model.layers) / flags.trainer_tp
     else:
         activations = tokens * sum(saved)
     dispatch = 0.0
@@ -342,6 +350,13 @@ def make_plan(args: Args) -> dict:
     if args.parallel.lora_rank:
         why = "adapters are not in the plan, which is of full training and its memory"
         raise FlagError(f"--lora-rank {args.parallel.lora_rank}: {why}; leave it out")
+    for flag, value, plain in (
+        ("--quantization", args.engine.quantization, "none"),
+        ("--speculative-tokens", args.engine.speculative_tokens, 0),
+    ):
+        if value != plain:
+            why = "not in the plan, which is of an engine in bfloat16 that guesses nothing"
+            raise FlagError(f"{flag} {value}: {why}; leave it out")
     model, flags = read_model(*find_config(args.model)), args.parallel
     workers, trainers = args.engine.num_engines * args.engine.engine_tp, flags.num_trainers
     gpus = args.gpus or (trainers if workers == trainers == 1 else workers + trainers)

@@ -2,7 +2,10 @@
 a rank, and the engine's place for every name that a refit sends.
 
     python scripts/sharding.py --model DeepSeek-V3 --num-trainers 256 --trainer-ep 256 --zero 3
-    LAUNCH="python scripts/sharding.py" bash scripts/recipes/deepseek_v3.sh        any recipe, with its flags
+    bash scripts/recipes/deepseek_v3.sh --dry-run                              any recipe, with its flags
+    LAUNCH="python scripts/sharding.py" bash scripts/recipes/deepseek_v3.sh    the same without model or data
+
+With --dry-run the flags are checked first, as a run does, and the arithmetic of its batches is printed.
 
 This process plays rank 0 (whose shard is the largest) of torch's fake process group: meshes, placements and
 shards are real, nothing is sent and no weight exists. Names go to a narrow model of vLLM's own class for this
@@ -14,6 +17,7 @@ the weights after loading, memory of activations (scripts/plan.py estimates it),
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -35,13 +39,30 @@ from torch.distributed.tensor import DTensor
 
 from algos import grpo
 from common.checks import EXPERTS, refuse
-from common.parallel import CudaIsCpu, ParallelFlags
+from common.models import resolve_model
+from common.parallel import CudaIsCpu, ParallelFlags, build_model
 from common.refit import RefitError, check_coverage, checkpoint_tensors, learn_plan, weights_of
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 256}
 SMALL |= {"num_hidden_layers": 2, "num_experts_per_tok": 2, "q_lora_rank": 32, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 SMALL |= dict.fromkeys(EXPERTS, 8) | {"mlp_only_layers": [0], "bos_token_id": 0, "eos_token_id": 1}
+SMALL |= {"shared_expert_intermediate_size": 32}
+TOWER = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64}
+# vLLM's classes for images import torchvision, which the CPU set leaves out, and which names have no need of
+NOTHING = """
+class Kind(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+class Nothing(metaclass=Kind):
+    pass
+
+def __getattr__(name):
+    return getattr(Nothing, name)
+"""
 
 
 @contextlib.contextmanager
@@ -58,31 +79,23 @@ def fake_ranks(count: int):
 
 
 def meta_model(config: dict, flags: ParallelFlags) -> torch.nn.Module:
-    """What `common.parallel.build_model` makes on a GPU, by AutoModel's way for a config without weights. Its
-    four steps that need a GPU or values are left out."""
-    from nemo_automodel import NeMoAutoModelForCausalLM
+    """What `common.parallel.build_model` makes on GPUs, by that function itself. AutoModel takes the config
+    in place of a checkpoint, and its four steps that need a GPU or values are left out."""
+    from nemo_automodel import NeMoAutoModelForCausalLM, NeMoAutoModelForImageTextToText
     from nemo_automodel._transformers import infrastructure
     from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
-    from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
-    from nemo_automodel.components.distributed.mesh import ParallelismSizes
-    from nemo_automodel.components.models.common import BackendConfig
-    from torch.distributed.fsdp import MixedPrecisionPolicy
     from transformers import AutoConfig
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    setup = DistributedSetup.build(
-        strategy=FSDP2Config(mp_policy=policy, reshard_after_forward=flags.zero == 3),
-        parallelism_sizes=ParallelismSizes(tp_size=flags.trainer_tp, ep_size=flags.trainer_ep),
-        activation_checkpointing=flags.activation_checkpointing,
-        world_size=dist.get_world_size(),
-    )
-    settings = {"dtype": torch.float32, "attn_implementation": "sdpa", "use_liger_kernel": False}
-    if any(config.get(key) for key in EXPERTS):
-        plain = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch", "dispatcher": "torch"}
-        settings["backend"] = BackendConfig(**plain, experts="torch_mm", rope_fusion=False)
+    def without_weights(kind):
+        plain = kind.from_config
+        return lambda path, **settings: plain(AutoConfig.from_pretrained(path), **settings)
+
     move = torch.nn.Module.to
-    with contextlib.ExitStack() as patches:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as patches:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        kinds = (NeMoAutoModelForCausalLM, NeMoAutoModelForImageTextToText)
         for where, name, what in (
+            *((kind, "from_pretrained", without_weights(kind)) for kind in kinds),
             (torch.cuda, "current_device", lambda: 0),
             (torch.nn.Module, "to", lambda self, *a, **k: self if a and a[0] == 0 else move(self, *a, **k)),
             (Checkpointer, "initialize_model_weights", lambda *a, **k: None),
@@ -91,8 +104,7 @@ def meta_model(config: dict, flags: ParallelFlags) -> torch.nn.Module:
             patches.enter_context(mock.patch.object(where, name, what))
         patches.enter_context(CudaIsCpu())
         patches.enter_context(torch.device("meta"))
-        plain = AutoConfig.for_model(**config)
-        return NeMoAutoModelForCausalLM.from_config(plain, distributed_setup=setup, **settings)
+        return build_model(folder, torch.device("cuda"), flags=flags)
 
 
 def shard_bytes(model: torch.nn.Module) -> dict:
@@ -125,9 +137,31 @@ def pattern(name: str) -> str:
 
 
 def narrow(config: dict) -> dict:
-    """The same architecture, small; with a dense layer where it can have one."""
+    """The same architecture, small; with a dense layer where it can have one, and a layer of each kind."""
+    if "vision_config" in config:
+        tower = config["vision_config"] | TOWER
+        return config | {"text_config": narrow(config["text_config"]), "vision_config": tower}
     small = {key: value for key, value in SMALL.items() if key in config}
-    return config | small | {"layer_types": None}
+    return config | small | {"layer_types": sorted(set(config.get("layer_types") or [])) or None}
+
+
+@contextlib.contextmanager
+def without_torchvision():
+    """Where torchvision is missing, a package of that name with nothing in it, for vLLM's processes too."""
+    if importlib.util.find_spec("torchvision"):
+        yield
+        return
+    modules = ("", "io", "transforms", "transforms/functional", "transforms/v2", "transforms/v2/functional")
+    path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, path):
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, path["PYTHONPATH"]])
+        for module in modules:
+            place = Path(folder, "torchvision", module)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "__init__.py").write_text(NOTHING)
+        sys.path.insert(0, folder)
+        yield
+        sys.path.remove(folder)
 
 
 def engine_model(config: dict) -> torch.nn.Module:
@@ -138,7 +172,7 @@ def engine_model(config: dict) -> torch.nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     settings = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 64}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, without_torchvision():
         Path(folder, "config.json").write_text(json.dumps(config))
         whole = EngineArgs(model=folder, **settings).create_engine_config()
         with set_current_vllm_config(whole):
@@ -172,22 +206,22 @@ def make_report(model: str, flags: ParallelFlags) -> tuple[dict, dict, list]:
         assert all(parameter.device.type == "meta" for parameter in whole.parameters())
         names = [name for name, _ in sent_tensors(whole)]
         found = shard_bytes(whole) | {"names": len(names), "kinds": sorted(set(map(pattern, names)))}
-        if "vision_config" in config:  # vLLM's class for it needs torchvision, which the CPU set leaves out
-            return found, config, []
         small = narrow(config)
         return found, small, sent_tensors(meta_model(small, few))
 
 
 def main(args: grpo.Args) -> None:
     start, flags = time.monotonic(), args.parallel
-    found, small, sent = make_report(args.model, flags)
+    path = args.model
+    if args.debug.dry_run:
+        grpo.main(args)  # fetches the model
+        path = resolve_model(args.model)
+    found, small, sent = make_report(path, flags)
     size, part, nbytes = found["parameters"] / 1e9, found["local"] / 1e9, found["bytes"] / 1e9
     ranks = f"{flags.num_trainers} ranks (EP {flags.trainer_ep}, TP {flags.trainer_tp})"
     print(f"{args.model} over {ranks}: {size:.4g}B parameters in {found['tensors']} tensors, ", end="")
     print(f"{found['sharded']} sharded; a rank has {part:.4g}B, {nbytes:.1f} GB with gradients and Adam")
     print(f"a refit sends {found['names']} tensors, {len(found['kinds'])} kinds of names")
-    if not sent:
-        return print("  their places in the engine: not shown, as its class for images needs torchvision")
     missing = missing_of(engine_model(small), sent)
     unknown = sorted(set(found["kinds"]) - {pattern(name) for name, _ in sent})
     print("  each has a place in the engine" if not unknown else f"  not in the narrow model: {unknown}")

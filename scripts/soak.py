@@ -3,8 +3,8 @@
     python scripts/soak.py runs/soak --out docs/soak.json
     python scripts/soak.py runs/soak --steps 100 --kill-every 40      a short one
 
-Watches the run from outside. Memory, descriptors and shared memory of all its processes are told at each step
-at which they were looked at; in the end nothing of the run may be left: no process, no shared memory.
+Watches the run from outside. Memory (MiB) and descriptors of all its processes are told at each step at which
+they were looked at; in the end nothing of the run may be left: no process, no shared memory.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import random
 import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -51,6 +52,25 @@ def below(process: psutil.Process) -> list[tuple[str, psutil.Process]]:
     return found
 
 
+def mapped(process: psutil.Process) -> set[int]:
+    """The inodes of the shared memory that the process and those below it have mapped."""
+    found = set()
+    for each in [process, *(child for _, child in below(process))]:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{each.pid}/maps").read_text().splitlines()
+            found |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    return found
+
+
+def left_of(inodes: set[int]) -> list[str]:
+    """The files of these inodes."""
+    names = []
+    for file in Path("/dev/shm").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            names += [file.name] if file.stat().st_ino in inodes else []
+    return sorted(names)
+
+
 def look(process: psutil.Process) -> dict:
     """What the run holds now, by kind of process."""
     mib = dict.fromkeys(("driver", "trainer", "worker", "engine", "queue", "rest"), 0.0)
@@ -62,10 +82,8 @@ def look(process: psutil.Process) -> dict:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             mib["driver" if each == process else kind] += each.memory_info().rss / 2**20
             descriptors += each.num_fds()
-    shared = sum(file.stat().st_size for file in Path("/dev/shm").iterdir() if file.is_file()) / 2**20
-    return {kind: round(value) for kind, value in mib.items()} | {
-        "descriptors": descriptors, "processes": len(below(process)), "dev_shm_files_mib": round(shared)
-    }  # fmt: skip
+    counts = {"descriptors": descriptors, "processes": len(below(process))}
+    return {kind: round(value) for kind, value in mib.items()} | counts
 
 
 def main() -> None:
@@ -77,7 +95,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args, flags = parser.parse_known_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    rows, shared_before = args.folder / "run/metrics.jsonl", set(os.listdir("/dev/shm"))
+    rows, shared = args.folder / "run/metrics.jsonl", set()
     command = [
         sys.executable,
         "-m",
@@ -100,18 +118,21 @@ def main() -> None:
             seen |= {process for _, process in children}
             step = rows.read_text().count("\n") if rows.exists() else 0
             engines = [process for title, process in children if "VLLM::EngineCore" in title]
-            if step >= due and engines:
+            if due <= step < args.steps and engines:
                 engines[0].kill()
                 kills.append({"step": step, "at_s": round(time.monotonic() - start, 1)})
                 due += args.kill_every
             if time.monotonic() > looked + args.look_every:
                 looked = time.monotonic()
                 looks.append({"step": step, "at_s": round(looked - start, 1)} | look(run))
+                shared |= mapped(run)
     time.sleep(10)
     left = [process.pid for process in seen if process.is_running()]
     metrics = [json.loads(line) for line in rows.read_text().splitlines()]
     dropped = {key for row in metrics for key in row if key.startswith("rollout/dropped/")}
-    saves = [row["time/save"] for row in metrics if row.get("time/save", 0) > 0.02]
+    trains = [each for before, each in pairwise(looks) if each["step"] > max(before["step"], args.kill_every)]
+    trains = [look for look in trains if look["engine"] and look["trainer"]]
+    saves = [row["time/save"] for row in metrics[:-1] if row["step"] % 20 == 19 and "time/save" in row]
     result = {
         "command": "python scripts/soak.py " + " ".join(sys.argv[1:]),
         "exit_code": run.returncode,
@@ -122,7 +143,8 @@ def main() -> None:
         "invalid_frac": statistics.mean(row["reward/invalid_frac"] for row in metrics if len(row) > 1),
         "blocking_save_s": {"median": statistics.median(saves or [0]), "max": max(saves, default=0)},
         "processes_left": left,
-        "shared_memory_left": sorted(set(os.listdir("/dev/shm")) - shared_before),
+        "shared_memory_left": left_of(shared),
+        "after_the_first_death_and_at_the_end": trains[:: max(len(trains) - 1, 1)],
         "looks": looks,
     }
     text = json.dumps(result, indent=1)

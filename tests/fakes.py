@@ -91,6 +91,7 @@ def reply(ids, logprobs=None, finish="stop", spans=None, logprob_ids=None, route
         weight_versions=[span(0, 0, len(ids))] if spans is None else spans,
         finish_reason=finish,
         routed_experts=routes,
+        spec_decode_metrics=None,
     )
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import shutil
+import threading
 import types
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import checkpoint
-from common.checkpoint import load_checkpoint, load_weights, save_checkpoint, starting_point
+from common.checkpoint import SaveFlags, finish_saving, load_checkpoint, load_weights, save_checkpoint
+from common.checkpoint import starting_point
 from common.checks import FlagError
 from common.logprobs import LogprobHead
 from common.models import char_tokenizer, make_tiny
@@ -215,7 +217,7 @@ def test_a_checkpoint_is_written_again_over_the_old_one(world, trained, tmp_path
 
 
 FAILURES = {
-    "weights": (checkpoint, "save_model"),
+    "weights": (checkpoint, "write_model"),
     "optimizer": (checkpoint.dcp, "save"),
     "progress": (checkpoint.json, "dumps"),
     "rename": (checkpoint.os, "rename"),
@@ -376,17 +378,106 @@ def test_a_write_that_the_system_refuses_leaves_the_former_checkpoint(world, tra
     """A limit on the size of files stands for a full disk: the write itself fails, half-way."""
     path = save(tmp_path, 3, trained)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    in_model, in_state = (300_000, "os error 27"), (900_000, "step_5.partial could not be written")
-    for size, why in (in_model, in_state):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    in_model, in_state = ({}, "os error 27"), ({"policy": trained}, "step_5.partial could not be written")
+    for parts, why in (in_model, in_state):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
         try:
             with pytest.raises(Exception, match=why):
-                save(tmp_path, 5, trained)
+                path_5 = str(tmp_path / "checkpoints" / "step_5")
+                save_checkpoint(path_5, 0, trained[0], char_tokenizer(), parts, {"step": 5})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert starting_point(True, str(tmp_path), 9) == (str(path), {"step": 3, "rollouts": []})
     save(tmp_path, 5, trained)
     assert names_in(tmp_path / "checkpoints") == ["step_3", "step_5"]
+
+
+def in_background(output_dir: Path, step: int, trained, **flags) -> Path:
+    return save(output_dir, step, trained, flags=SaveFlags(**flags))
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Its first write waits until the test lets it go on."""
+    go_on, write = threading.Event(), checkpoint.dcp.save
+
+    def wait_and_write(*args, **more):
+        assert go_on.wait(60)
+        return write(*args, **more)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", wait_and_write)
+    checkpoint.writers_group.cache_clear()  # of a world that may have ended
+    yield go_on
+    go_on.set()
+    finish_saving()
+
+
+def test_training_goes_on_while_a_slow_disk_writes_the_weights_as_they_were(
+    world, tiny, trained, tmp_path, slow_disk
+):
+    save_now = copied(trained)
+    expected = weights(save_now[0]) | moments(*save_now)
+    path = in_background(tmp_path, 3, save_now)
+    train(*save_now, range(3, 6))  # in place
+    assert not path.exists()
+    assert equal(weights(save_now[0]) | moments(*save_now), expected), "it has moved"
+    slow_disk.set()
+    finish_saving()
+    assert names_in(tmp_path / "checkpoints") == ["step_3"]
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    resumed = model, adamw(model)
+    load_checkpoint(str(path), {"policy": resumed})
+    assert equal(weights(model) | moments(*resumed), expected) == []
+    written = AutoModelForCausalLM.from_pretrained(path)
+    assert equal(weights(written), weights(trained[0])) == []
+    assert json.loads((path / "progress.json").read_text()).keys() == {"step", "files"}
+
+
+def test_the_next_save_waits_for_the_one_before_and_tells_of_its_failure(
+    world, trained, tmp_path, slow_disk, monkeypatch
+):
+    slow_disk.set()
+    path = save(tmp_path, 3, trained)
+    slow_disk.clear()
+    in_background(tmp_path, 5, trained)
+    threading.Timer(0.5, slow_disk.set).start()
+    in_background(tmp_path, 7, trained)  # not before the timer: the same thread writes one after the other
+    assert slow_disk.is_set() and (tmp_path / "checkpoints" / "step_5").exists()
+    finish_saving()
+    assert starting_point(True, str(tmp_path), 9)[1]["step"] == 7
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_model", fail)
+        in_background(tmp_path, 8, trained)
+        with pytest.raises(OSError, match="No space left"):
+            in_background(tmp_path, 9, trained)
+    assert starting_point(True, str(tmp_path), 10)[1]["step"] == 7
+    in_background(tmp_path, 9, trained)  # there is space again
+    finish_saving()
+    assert starting_point(True, str(tmp_path), 10)[1]["step"] == 9 and path.exists()
+
+
+def test_checkpoints_are_kept_by_number_and_by_bytes_and_the_newest_always(world, trained, tmp_path):
+    folder = tmp_path / "checkpoints"
+    for step in (2, 4, 9, 10):
+        save(tmp_path, step, trained, flags=SaveFlags(save_in_background=False, keep_checkpoints=3))
+    assert names_in(folder) == ["step_10", "step_4", "step_9"]
+
+    def size(*names: str) -> int:
+        return sum(file.stat().st_size for name in names for file in (folder / name).rglob("*"))
+
+    # three whole ones are too many; two and a model are not. A byte less, and the model goes too.
+    fits = size("step_9", "step_10") + size("step_10")
+    own = {"save_in_background": False, "keep_gb": (fits - size("step_10/trainer")) / 1e9}
+    save(tmp_path, 11, trained, flags=SaveFlags(**own))
+    assert names_in(folder) == ["step_10", "step_11", "step_9"]
+    assert not (folder / "step_9" / "trainer").exists()
+    save(tmp_path, 12, trained, flags=SaveFlags(**own | {"keep_gb": 1e-9}))
+    assert names_in(folder) == ["step_12"]
+    assert starting_point(True, str(tmp_path), 13)[0] == str(folder / "step_12")
 
 
 def test_step_ten_is_newer_than_step_nine(tmp_path):
@@ -429,9 +520,12 @@ def rank_process(rank: int, tiny: str, out: str, *ports) -> None:
 
     pair = start(2, 0)
     train(*pair, range(3))
-    save_checkpoint(path, rank, pair[0], char_tokenizer(), {"policy": pair}, {"step": 3})
+    progress = {"step": 3, "flags": SaveFlags()}  # it is written while the two ranks train on
+    save_checkpoint(path, rank, pair[0], char_tokenizer(), {"policy": pair}, progress)
     seen(pair, "saved")
     train(*pair, range(3, 5))
+    finish_saving()
+    dist.barrier()
     seen(pair, "uninterrupted")
     dist.destroy_process_group()
 

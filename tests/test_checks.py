@@ -15,7 +15,7 @@ from algos.grpo import Args
 from common import checks, cluster
 from common.env import EnvFlags
 from common.logger import LogFlags
-from common.models import make_tiny
+from common.models import make_tiny, random_tiny_vlm, save_vlm
 from common.parallel import ParallelFlags
 from common.rollout import EngineFlags
 
@@ -26,13 +26,16 @@ def ranges(**flags):
 
 # (call, what the message must contain: flag and value, then the fix)
 REFUSALS = [
-    (ranges(max_steps=0), ["--max-steps 0", "must be at least 1"]),
-    (ranges(lr=math.nan), ["--lr nan", "at least 0"]),
-    (ranges(engine=EngineFlags(max_in_flight=0)), ["--max-in-flight 0", "at least 1"]),
-    (ranges(engine=EngineFlags(kv_cache_gb=0.0)), ["--kv-cache-gb 0.0", "above 0"]),
-    (ranges(engine=EngineFlags(gpu_memory_utilization=1.5)), ["--gpu-memory-utilization 1.5", "at most 1"]),
-    (ranges(data=EnvFlags(env_timeout_s=-1.0)), ["--env-timeout-s -1.0", "above 0"]),
-    (ranges(log=LogFlags(samples_per_step=-1)), ["--samples-per-step -1", "at least 0"]),
+    (ranges(max_steps=0), ["--max-steps 0", "must be greater than or equal to 1"]),
+    (ranges(lr=math.nan), ["--lr nan", "greater than or equal to 0"]),
+    (ranges(engine=EngineFlags(max_in_flight=0)), ["--max-in-flight 0", "greater than or equal to 1"]),
+    (ranges(engine=EngineFlags(kv_cache_gb=0.0)), ["--kv-cache-gb 0.0", "greater than 0"]),
+    (
+        ranges(engine=EngineFlags(gpu_memory_utilization=1.5)),
+        ["--gpu-memory-utilization 1.5", "less than or equal to 1"],
+    ),
+    (ranges(data=EnvFlags(env_timeout_s=-1.0)), ["--env-timeout-s -1.0", "greater than 0"]),
+    (ranges(log=LogFlags(samples_per_step=-1)), ["--samples-per-step -1", "greater than or equal to 0"]),
     (
         lambda: checks.check_json_object("--chat-template-args", "{'a': 1}"),
         ["--chat-template-args {'a': 1}", "not a JSON object", "write one like '{\"key\": true}'"],
@@ -40,13 +43,13 @@ REFUSALS = [
     (lambda: checks.check_json_object("--chat-template-args", "[1]"), ["--chat-template-args [1]"]),
     (lambda: checks.check_path("--model", "no/where"), ["--model no/where", "relative paths start in /"]),
     (lambda: checks.check_group_size(1), ["--group-size 1", "use --group-size 2", "flash_reinforce.py"]),
-    (ranges(temperature=0.0), ["--temperature 0.0", "above 0"]),
-    (ranges(temperature=-1.0), ["--temperature -1.0", "above 0"]),
-    (ranges(temperature=math.nan), ["--temperature nan", "above 0"]),
-    (ranges(temperature=math.inf), ["--temperature inf", "below inf"]),
-    (ranges(kl_coef=-0.1), ["--kl-coef -0.1", "at least 0"]),
-    (ranges(kl_coef=math.nan), ["--kl-coef nan", "at least 0"]),
-    (ranges(kl_coef=math.inf), ["--kl-coef inf", "below inf"]),
+    (ranges(temperature=0.0), ["--temperature 0.0", "greater than 0"]),
+    (ranges(temperature=-1.0), ["--temperature -1.0", "greater than 0"]),
+    (ranges(temperature=math.nan), ["--temperature nan", "less than inf"]),
+    (ranges(temperature=math.inf), ["--temperature inf", "less than inf"]),
+    (ranges(kl_coef=-0.1), ["--kl-coef -0.1", "greater than or equal to 0"]),
+    (ranges(kl_coef=math.nan), ["--kl-coef nan", "less than inf"]),
+    (ranges(kl_coef=math.inf), ["--kl-coef inf", "less than inf"]),
     (
         lambda: checks.check_minibatches(16, 3),
         ["--minibatches 3", "--prompts-per-step 16", "use --minibatches 2 or 4"],
@@ -340,6 +343,61 @@ def test_router_replay_is_for_mixtures_of_experts_whose_engine_records_them(tmp_
                 continue
             with pytest.raises(checks.FlagError, match=said):
                 check(model, "on", **flags)
+
+
+ENGINES = [
+    ("dense", {"quantization": "fp8"}, {}, "--quantization fp8: .*not float32; use --rollout-dtype bfloat16"),
+    (
+        "moe",
+        {"quantization": "fp8", "rollout_dtype": "bfloat16"},
+        {},
+        "fp8: a CPU has no FP8 experts; use none",
+    ),
+    ("dense", {"quantization": "fp8"}, {"lora_rank": 8}, "--quantization fp8: not tried with --lora-rank"),
+    ("vlm", {"quantization": "fp8"}, {}, "--quantization fp8: not tried with .* images"),
+    (
+        "dense",
+        {"speculative_tokens": 3},
+        {"lora_rank": 8},
+        "--speculative-tokens 3: not tried with --lora-rank",
+    ),
+    ("vlm", {"speculative_tokens": 3}, {}, "--speculative-tokens 3: not tried with .* images"),
+    ("dense", {"speculative_tokens": 3, "speculative_model": "mtp"}, {}, "no heads that guess; use ngram"),
+    ("dense", {"speculative_tokens": 3, "speculative_model": "no/where"}, {}, "--speculative-model no/where"),
+    (
+        "dense",
+        {"engine_ep": True, "engine_tp": 2},
+        {},
+        "--engine-ep: needs experts, .* leave it out",
+    ),
+    ("moe", {"engine_ep": True, "engine_tp": 2}, {}, "--engine-ep: needs .* GPUs .* leave it out"),
+]
+
+
+@pytest.mark.parametrize("model, engine, flags, said", ENGINES)
+def test_an_engine_that_cannot_sample_so_is_refused(model, engine, flags, said, tmp_path):
+    if model == "vlm":
+        path = save_vlm(*random_tiny_vlm(seed=0), tmp_path / model)
+    else:
+        path = make_tiny(tmp_path / model, moe=model == "moe", tied=model == "dense")
+    with pytest.raises(checks.FlagError, match=said):
+        checks.check_layout(path, ParallelFlags(**flags), EngineFlags(**engine))
+
+
+def test_an_engine_that_can_sample_so_is_not(tmp_path, monkeypatch):
+    dense, sparse = make_tiny(tmp_path / "dense"), make_tiny(tmp_path / "moe", moe=True, tied=False)
+    for guesser in ("ngram", dense):
+        engine = EngineFlags(speculative_tokens=3, speculative_model=guesser)
+        checks.check_layout(dense, ParallelFlags(), engine)
+    fp8 = EngineFlags(quantization="fp8", rollout_dtype="bfloat16")
+    checks.check_layout(dense, ParallelFlags(), fp8)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # so there may be GPUs
+    checks.check_layout(sparse, ParallelFlags(), EngineFlags(engine_ep=True, engine_tp=2, quantization="fp8"))
+    with pytest.raises(checks.FlagError, match="--engine-ep: needs .* --engine-tp; leave it out"):
+        checks.check_layout(sparse, ParallelFlags(), EngineFlags(engine_ep=True))
+    checks.check_layout(
+        dense, ParallelFlags(lora_rank=8), EngineFlags(speculative_model="mtp")
+    )  # without use
 
 
 def test_packing_is_refused_for_models_whose_rows_it_would_mix(tmp_path):

@@ -292,7 +292,7 @@ def step_oracle(rollouts, table, teacher, top_k: int | None, cap: float) -> tupl
 @pytest.mark.parametrize("ranks, micro_batch_tokens", [(1, 10_000), (2, 25), (3, 1)])
 def test_a_step_has_the_gradient_of_the_formula_however_it_is_cut(name, top_k, ranks, micro_batch_tokens):
     module = {"distill": distill, "distill_topk": distill_topk}[name]
-    rollouts, args = toy_rollouts(np.random.default_rng(0), 8), module.Args(max_grad_norm=1e9)
+    rollouts, args = toy_rollouts(np.random.default_rng(0), 8), module.Args(lr=0.0, max_grad_norm=1e9)
     cap = {"distill": "correction_cap", "distill_topk": "max_weight"}[name]
     setattr(args, cap, 1.5)
     args.parallel.num_trainers, args.parallel.packing = ranks, "off"
@@ -307,7 +307,7 @@ def test_a_step_has_the_gradient_of_the_formula_however_it_is_cut(name, top_k, r
         trainer.head, trainer.teacher_head = head(trainer.model), head(trainer.teacher)
         trainer.teacher_head.likeliest = (top_k, VOCAB)
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
-        results.append(trainer.train_step(share, 0.0, None))
+        results.append(trainer.train_step(share, None))
         gradients.append(trainer.model.lm_head.weight.grad)
         assert trainer.teacher.lm_head.weight.grad is None
     tables = (each.lm_head.weight.detach().T.numpy() for each in (model, teacher))

@@ -63,7 +63,7 @@ def one_process(monkeypatch):
 def trained(name: str, rollouts, *, table=None, micro_batch_tokens=10_000, lr=0.0, reference=None, **flags):
     """One step of `algos/NAME.py` without its engines: (gradient by the logits [3], metrics, trainer)."""
     module = importlib.import_module(f"algos.{name}")
-    args = module.Args(max_grad_norm=1e9, **flags)
+    args = module.Args(lr=lr, lr_warmup_steps=0, lr_end_ratio=1.0, max_grad_norm=1e9, **flags)
     args.parallel.micro_batch_tokens, args.parallel.packing = micro_batch_tokens, False
     if hasattr(args, "correction_cap"):
         args.correction_cap = args.correction_cap or 2.0
@@ -81,7 +81,7 @@ def trained(name: str, rollouts, *, table=None, micro_batch_tokens=10_000, lr=0.
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=lr)
     rows, _ = module.make_rows(copy.deepcopy(rollouts), args)
     (share,) = module.make_minibatches(rows, args, step=0)
-    result = trainer.train_step(share, lr, None)
+    result = trainer.train_step(share, None)
     gradient = trainer.model.lm_head.bias.grad.numpy()  # the bias is added to all logits
     return gradient, mean_of(merge([result["sums"]])), trainer
 
@@ -528,7 +528,7 @@ async def dapo_steps(monkeypatch, script, *, steps, prompts_per_step, in_flight,
     producing, found = asyncio.ensure_future(worker.produce(Direct(queue))), []
     try:
         for step in range(steps):
-            batch, drops = await queue.get(step)
+            batch, drops, _ = await queue.get(step)
             for _, pieces in batch:
                 assert len(unpack_group(pieces)) == 4
             found.append(([ticket for ticket, _ in batch], {key: n for key, (n, _) in drops.items()}))
@@ -609,7 +609,7 @@ def rank_process(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     found = {}
     for module in (gspo, reinforce_pp):
-        args = module.Args(max_grad_norm=1e9)
+        args = module.Args(lr=0.0, max_grad_norm=1e9)
         args.parallel.num_trainers, args.parallel.micro_batch_tokens, args.parallel.packing = 2, 1, False
         args.correction_cap, args.minibatches, args.epochs = 2.0, 1, 2 if module is gspo else 1
         rows, _ = module.make_rows(committed_batch(), args)
@@ -631,7 +631,7 @@ def rank_process(rank: int, folder: str) -> None:
             trainer.ref_model = TableLM(torch.tensor([[0.5, 0.25, 0.25]] * 3, dtype=torch.float64).log())
             trainer.ref_head = LogprobHead(trainer.ref_model)
             trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
-            trainer.train_step(share, 0.0, None)
+            trainer.train_step(share, None)
             found["gradient"] = trainer.model.lm_head.bias.grad
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.barrier()

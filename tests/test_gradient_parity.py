@@ -79,7 +79,7 @@ def train(rank: int, num_ranks: int, port, path: str, out: str) -> None:
         variant, args.parallel.micro_batch_tokens, args.max_grad_norm = case
         args.kl_coef, args.minibatches, args.correction, args.correction_cap = 0.0, 1, "tis", 2.0
         vars(args).update(VARIANTS[variant])
-        reported = trainer.train_step(make_minibatches(step_rows(), args, step=5)[rank], 0.0, None)
+        reported = trainer.train_step(make_minibatches(step_rows(), args, step=5)[rank], None)
         results[case] = reported, {name: whole(parameter.grad) for name, parameter in named.items()}
     results["moved"] = [name for name, parameter in named.items() if not torch.equal(parameter, before[name])]
     torch.save(results, out)

@@ -279,7 +279,7 @@ def rank_process(rank: int, path: str, out: str, port) -> None:
             "127.0.0.1", store.port if rank == 0 else port.get(timeout=120), "float32", num_workers=0
         )
         shares = make_minibatches(sighted_rows(path), args, step=0)
-        reported = trainer.train_step(shares[rank], 0.0, None)
+        reported = trainer.train_step(shares[rank], None)
         gradients = {
             name.replace("_checkpoint_wrapped_module.", ""): None
             if p.grad is None

@@ -47,6 +47,7 @@ REPLAYED = ["one rank", "checkpointing", "two ranks", "ep", "ep, checkpointing, 
 PLAN = {
     "dense": OF_DENSE,
     "moe": OF_MOE,
+    "deepseek": ["one rank", "ep"],
     "replayed": REPLAYED,
 }  # the last one: the mixture under given routes
 TOKENS, CLIP = [10_000, 60], 0.01  # of a micro-batch: all rows at once, and a few
@@ -93,8 +94,8 @@ def train(
     results = {}
 
     def step(tokens: int, rows: list, lr: float) -> tuple[dict, dict]:
-        args.parallel.micro_batch_tokens = tokens
-        reported = trainer.train_step(make_minibatches(rows, args, step=5)[rank], lr, None)
+        args.parallel.micro_batch_tokens, args.lr = tokens, lr
+        reported = trainer.train_step(make_minibatches(rows, args, step=5)[rank], None)
         named = ((name, parameter.grad) for name, parameter in trainer.model.named_parameters())
         return reported, {name: tensor.to("cpu", copy=True) for name, tensor in checkpoint_tensors(named)}
 
@@ -126,6 +127,7 @@ def train_all(folder, on_gpu: bool) -> dict:
     """(model, layout) -> what `train` saved, by rank."""
     paths = {"dense": make_tiny(folder / "dense"), "moe": make_tiny(folder / "moe", moe=True, tied=False)}
     paths["replayed"] = paths["moe"]
+    paths["deepseek"] = make_tiny(folder / "deepseek", moe="deepseek", tied=False)
     on_two_ranks(rank_process, paths, str(folder), on_gpu, num_ports=1)
     found = {}
     for model, names in PLAN.items():

@@ -222,7 +222,8 @@ def lora_rank_process(rank: int, path: str, out: str, alone, together) -> None:
 
 
 def lora_train(rank: int, num_ranks: int, port, path: str, out: str, resume: bool = False) -> None:
-    args = Args(lr=0.01, temperature=0.9, correction_cap=2.0, kl_coef=0.1)
+    args = Args(lr=0.01, lr_warmup_steps=0, lr_end_ratio=1.0, correction_cap=2.0, kl_coef=0.1)
+    args.temperature = 0.9
     args.parallel = ParallelFlags(num_trainers=num_ranks, lora_rank=RANK, lora_alpha=ALPHA)
     if num_ranks > 1:  # several micro-batches, and wrapped layers, which changes names
         args.parallel.micro_batch_tokens, args.parallel.activation_checkpointing = 60, True
@@ -242,7 +243,7 @@ def lora_train(rank: int, num_ranks: int, port, path: str, out: str, resume: boo
         if step == 2 and not resume:
             trainer.save(f"{out}/saved.{num_ranks}", {"step": 2, "queue": None})
             saved = {name: whole(value.detach()) for name, value in named.items()}
-        reports.append(trainer.train_step(steps[step], 0.01, None))
+        reports.append(trainer.train_step(steps[step], None))
         gradients.append({name: whole(p.grad) for name, p in named.items() if p.grad is not None})
     results = {"reports": reports, "gradients": gradients, "loaded": loaded if resume else saved}
     results["end"] = {name: whole(value.detach()) for name, value in named.items()}

@@ -450,7 +450,7 @@ def toy_model() -> TableLM:
 
 def ranks_after_a_step(rows, num_ranks: int, micro_batch_tokens: int, model=None, **flags):
     """Trains on fake ranks one after the other: gradients averaged as FSDP does, merged sums, peaks."""
-    args = Args(max_grad_norm=1e9, **{"correction_cap": 2.0} | flags)
+    args = Args(lr=0.0, max_grad_norm=1e9, **{"correction_cap": 2.0} | flags)
     args.parallel.num_trainers, args.parallel.micro_batch_tokens = num_ranks, micro_batch_tokens
     trainers, results = [], []
     for rank, share in enumerate(make_minibatches(rows, args, step=0)):
@@ -458,7 +458,7 @@ def ranks_after_a_step(rows, num_ranks: int, micro_batch_tokens: int, model=None
         trainer.model = copy.deepcopy(model) if model else toy_model()
         trainer.head = LogprobHead(trainer.model)
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
-        results.append(trainer.train_step(share, 0.0, None))
+        results.append(trainer.train_step(share, None))
         trainers.append(trainer)
     gradients = [torch.stack(shards).mean(0) for shards in
                  zip(*[[p.grad for p in trainer.model.parameters()] for trainer in trainers])]  # fmt: skip

@@ -1,9 +1,11 @@
-"""Where the actors of a run land on nodes with GPUs that Ray is told of: two simulated nodes of eight.
+"""Simulated nodes: where the actors of a run land on two with eight GPUs each, that Ray is told of, and a run
+over eight without one.
 
 In a process of its own, as the driver of a run is.
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +48,13 @@ def test_a_filled_node_before_the_next_gives_each_role_its_own(tmp_path):
     nodes = {role: {node for node, _ in places} for role, places in found.items()}
     assert len(nodes["engines"]) == len(nodes["trainers"]) == 1
     assert nodes["engines"] != nodes["trainers"]
+
+
+def test_a_run_over_eight_nodes_trains():
+    """Two engines and four trainers, spread: they meet, refit and end although none is where the driver is."""
+    command = [sys.executable, "scripts/cluster/simulate.py", "--", "--max-steps", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "8 nodes after" in done.stdout and "exit code 0, 2 steps, " in done.stdout
+    nodes = set(re.findall(r"x (?:Trainer|RolloutWorker) on node (\w+)", done.stdout))
+    assert len(nodes) >= 2

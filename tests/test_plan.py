@@ -20,7 +20,8 @@ from common.parallel import ParallelFlags
 
 MEASURED = [
     row
-    for row in json.loads((ROOT / "docs/train_step_h200.json").read_text())
+    for file in ("train_step_h200.json", "train_step_heldout_h200.json")  # the second was predicted first
+    for row in json.loads((ROOT / "docs" / file).read_text())
     if row["variant"].startswith("ours") and row["model"] in ("0.6b", "1.7b", "4b")
 ]
 HELD_OUT = "1.7b"  # nothing in plan.py was fitted to it
@@ -52,6 +53,7 @@ def test_memory_and_time_are_those_of_an_h200(row):
         micro_batch_tokens=8_192 if row["model"] == "4b" else TOKENS,
         compile="compiled" in row["variant"],
         offload_optimizer="offload" in row["variant"],
+        activation_checkpointing="recompute" in row["variant"],
     )
     memory = plan.trainer_memory(shape, flags, batches=TOKENS // flags.micro_batch_tokens)
     time = sum(plan.trainer_time(shape, flags, TOKENS, 1_024, plan.Args()).values())
@@ -60,7 +62,7 @@ def test_memory_and_time_are_those_of_an_h200(row):
 
 
 def test_the_held_out_size_is_among_the_measured():
-    assert sum(row["model"] == HELD_OUT for row in MEASURED) == 4
+    assert sum(row["model"] == HELD_OUT for row in MEASURED) == 5
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -173,7 +175,7 @@ def test_shards_over_256_ranks_hold_what_the_plan_counts(shards):
 
 def test_every_name_of_700b_has_a_place_in_the_engine(shards):
     experts, others = 58 * 256 * 3, 909 - 58 * 2  # two stacked tensors become three of each expert
-    assert shards["names"] in (experts + others, experts + others + 58)  # with the routers' biases, once sent
+    assert shards["names"] == experts + others + 58  # the routers' biases are buffers
     assert set(shards["kinds"]) <= set(shards["narrow"])
-    assert set(shards["missing"]) <= {"model.layers.N.mlp.gate.e_score_correction_bias"}
+    assert shards["missing"] == []
     assert "model.layers.N.mlp.experts.routed_experts.w13_weight" in shards["missing_without_one"]

@@ -216,7 +216,7 @@ def look_ahead(batch: list[Rollout], after: list[list[np.ndarray]], args: Args) 
             table, count = [*table, *numbers], count + len(numbers)
     trainer, numbers = Trainer(args, "", 0, False), torch.tensor(np.array(table, np.float32))
     trainer.critic = NumberedCritic(numbers)
-    ((minibatches, episodes, _),) = make_minibatches(make_rows(batch, args)[0], args, 0)
+    ((minibatches, episodes),) = make_minibatches(make_rows(batch, args)[0], args, 0)
     batches = [batch for batches, _ in minibatches for batch in batches]
     metrics = trainer.look_ahead(batches, episodes)
     flat = {name: torch.full((count,), NAN) for name in ("advantages", "returns", "old_values")}
@@ -600,7 +600,7 @@ TOKENS = [10_000, 60, 1]  # of a micro-batch: all rows at once, a few, one
 GAMMA, LAM, TEMPERATURE, VALUE_CLIP = 0.99, 0.9, 0.9, 0.2
 STEP_ARGS = {"gamma": GAMMA, "lam": LAM, "temperature": TEMPERATURE, "value_clip": VALUE_CLIP,
              "bootstrap_truncated": True, "kl_coef": 0.1, "lr": 0.0, "critic_lr": 0.0, "max_grad_norm": 1e9,
-             "correction_cap": 2.0}  # fmt: skip
+             "lr_warmup_steps": 0, "lr_end_ratio": 1.0, "correction_cap": 2.0}  # fmt: skip
 GATED = {"seq-mask": 1.4, "kl-gate": 4.6e-3}  # caps that some of the rollouts below pass
 
 
@@ -681,7 +681,8 @@ def take_steps(rank: int, num_ranks: int, port, path: str, out: str) -> None:
         results["fillers", args.parallel.micro_batch_tokens] = [
             not batch["action_mask"].any() for batches, _ in shares[rank][0] for batch in batches
         ]
-        return trainer.train_step(shares[rank], lr, None)
+        args.lr = lr
+        return trainer.train_step(shares[rank], None)
 
     for tokens in TOKENS:
         for minibatches in (1, 2):
@@ -702,7 +703,8 @@ def take_steps(rank: int, num_ranks: int, port, path: str, out: str) -> None:
                     gradient,
                 )
     args.correction, args.correction_cap = "tis", 2.0
-    args.critic_lr, args.critic_warmup_steps, args.minibatches, args.max_grad_norm = 1e-2, 7, 1, 1.0
+    args.critic_lr, args.critic_warmup_steps = 1e-2, trainer.trained + 1
+    args.minibatches, args.max_grad_norm = 1, 1.0
     results["warm-up"] = step(6, 1e-2), start, {n: weights_of(m) for n, (m, _) in trainer.parts.items()}
     results["after it"] = step(7, 1e-2), {n: weights_of(m) for n, (m, _) in trainer.parts.items()}
     saved, folder = state_of(trainer), f"{out}/{num_ranks}/checkpoints/step_8"
@@ -924,15 +926,15 @@ def test_a_run_that_starts_from_another_takes_its_policy_alone(results):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ({"gamma": 1.01}, "--gamma 1.01: must be at most 1"),
-        ({"gamma": -0.1}, "--gamma -0.1: must be at least 0"),
+        ({"gamma": 1.01}, "--gamma 1.01: must be less than or equal to 1"),
+        ({"gamma": -0.1}, "--gamma -0.1: must be greater than or equal to 0"),
         ({"gamma": NAN}, "--gamma nan: must be"),
-        ({"lam": 1.5}, "--lam 1.5: must be at most 1"),
-        ({"lam": -1.0}, "--lam -1.0: must be at least 0"),
-        ({"critic_warmup_steps": -1}, "--critic-warmup-steps -1: must be at least 0"),
-        ({"critic_lr": -1e-3}, "--critic-lr -0.001: must be at least 0"),
-        ({"value_clip": 0.0}, "--value-clip 0.0: must be above 0"),
-        ({"group_size": 0}, "--group-size 0: must be at least 1"),
+        ({"lam": 1.5}, "--lam 1.5: must be less than or equal to 1"),
+        ({"lam": -1.0}, "--lam -1.0: must be greater than or equal to 0"),
+        ({"critic_warmup_steps": -1}, "--critic-warmup-steps -1: must be greater than or equal to 0"),
+        ({"critic_lr": -1e-3}, "--critic-lr -0.001: must be greater than or equal to 0"),
+        ({"value_clip": 0.0}, "--value-clip 0.0: must be greater than 0"),
+        ({"group_size": 0}, "--group-size 0: must be greater than or equal to 1"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(flags, message):

@@ -103,7 +103,7 @@ async def real_queue(longest, train_s, *, prompts_per_step, in_flight, bound, or
     producers = [asyncio.ensure_future(produce()) for _ in range(in_flight)]
     for step in range(steps):
         start = clock.time()
-        groups, _ = await queue.get(step)
+        groups, _, _ = await queue.get(step)
         log.append({"tickets": [ticket for ticket, _ in groups], "lags": [step - v for _, v in groups]})
         log[-1] |= {"wait_s": clock.time() - start}
         await asyncio.sleep(train_s + 0.1 * (step % 3))

@@ -246,6 +246,17 @@ def test_a_sent_name_that_the_engine_does_not_use_is_named():
         learned(ToyEngine(), [*sent(), ("model.norm.weight", column(1))])
 
 
+def test_of_experts_that_are_spread_over_workers_one_may_have_no_place_here_but_nothing_else():
+    engine, elsewhere = ToyEngine(), "model.layers.0.mlp.experts.3.up_proj.weight"
+    plan = learn_plan(engine.load_weights, sent()) | {elsewhere: []}
+    parameters = dict(engine.named_parameters()), engine.padding()
+    with pytest.raises(RefitError, match=f"no place for {elsewhere}"):
+        check_coverage(plan, *parameters)
+    check_coverage(plan, *parameters, ep=True)
+    with pytest.raises(RefitError, match="no place for model.norm.weight"):
+        check_coverage(plan | {"model.norm.weight": []}, *parameters, ep=True)
+
+
 def test_a_parameter_that_two_names_write_to_is_named():
     engine = ToyEngine()
 

@@ -232,7 +232,7 @@ def step_oracle(rollouts, advantages, table, correction, cap):
 @pytest.mark.parametrize("ranks, micro_batch_tokens", [(1, 10_000), (2, 25), (3, 1)])
 def test_a_step_has_the_gradient_of_the_formula_however_it_is_cut(correction, ranks, micro_batch_tokens):
     rollouts, args = toy_rollouts(np.random.default_rng(0), 8), Args(max_grad_norm=1e9, correction=correction)
-    args.correction_cap, args.parallel.num_trainers = 1.5, ranks
+    args.correction_cap, args.parallel.num_trainers, args.lr = 1.5, ranks, 0.0
     args.parallel.packing = "off"
     args.parallel.micro_batch_tokens = micro_batch_tokens
     rows, advantages = make_rows(rollouts, args)
@@ -243,7 +243,7 @@ def test_a_step_has_the_gradient_of_the_formula_however_it_is_cut(correction, ra
         trainer.model = copy.deepcopy(model)
         trainer.head = TopLogprobHead(trainer.model)
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
-        results.append(trainer.train_step(share, 0.0, None))
+        results.append(trainer.train_step(share, None))
         gradients.append(trainer.model.lm_head.weight.grad)
     table = model.lm_head.weight.detach().T.numpy()
     expected, value = step_oracle(rollouts, advantages, table, correction, 1.5)

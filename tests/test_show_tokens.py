@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from algos import grpo
-from common.checkpoint import save_model
+from common.checkpoint import gather_model, write_model
 from common.debug import dump_rollouts
 from common.logger import Logger
 from common.models import char_tokenizer, make_tiny
@@ -52,7 +52,8 @@ def run(tmp_path_factory):
         generator = torch.Generator().manual_seed(version)
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-        save_model(model, char_tokenizer(), folder / "checkpoints" / f"step_{version}", rank=0)
+        path = folder / "checkpoints" / f"step_{version}"
+        write_model(gather_model(model, 0), model, char_tokenizer(), path)
     with Logger(folder, asdict(args), 10, ("reward/mean",)) as log:
         for step in range(6):
             row = {"reward/mean": 0.5, "time/step": 1.0, "mismatch/abs_mean": 0.01 * step}

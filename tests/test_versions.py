@@ -148,13 +148,13 @@ def test_a_thousand_requests_with_refits_at_random_times_lose_and_repeat_nothing
         producers = [asyncio.ensure_future(produce()) for _ in range(16)]
         before, trained = link.engine.requests, {}
         for step in range(STEPS):
-            groups, drops = await asyncio.wait_for(queue.get(step), 60)
+            groups, drops, _ = await asyncio.wait_for(queue.get(step), 60)
             assert not drops and not trained.keys() & {ticket for ticket, _ in groups}
             trained |= dict(groups)
             await asyncio.sleep(dice.uniform(0, 0.03))
             await asyncio.wait_for(refit_and_remember(link, oracle, step + 1, queue), 60)
         await asyncio.sleep(0.5)
-        in_flight = (await queue.progress())["again"]
+        in_flight = (await queue.snapshot(10**9))[0]["again"]
         await queue.close("the end")
         ends = await asyncio.wait_for(asyncio.gather(*producers, return_exceptions=True), 60)
         assert all(isinstance(end, QueueClosed) for end in ends), ends

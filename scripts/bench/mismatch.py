@@ -2,6 +2,7 @@
 
     python scripts/bench/mismatch.py --models tiny                       a CPU: fp32, so nearly nothing
     python scripts/bench/mismatch.py --models smollm2 0.6b 4b moe        one GPU: bf16
+    python scripts/bench/mismatch.py --models smollm2 4b --flags="--quantization fp8"     its engine in FP8
 
 loop: `algos/grpo.py`, synchronous, so that a step's rollouts and its update have the same weights. Its metrics
 have the figures of the ten refits. plain: the checkpoint that it leaves, loaded by `vllm.LLM` and by
@@ -141,7 +142,7 @@ def main(args: Args) -> None:
             with tempfile.NamedTemporaryFile(suffix=".json") as out:
                 own = [sys.executable, __file__, "--models", name, "--out", out.name]
                 own += ["--refits", str(args.refits), "--prompts", str(args.prompts)]
-                own += ["--new-tokens", str(args.new_tokens), "--flags", args.flags]
+                own += ["--new-tokens", str(args.new_tokens), f"--flags={args.flags}"]
                 subprocess.run(own, check=True, timeout=1800)
                 results |= json.loads(Path(out.name).read_text())
         else:

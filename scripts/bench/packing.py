@@ -93,7 +93,7 @@ def rank_process(rank: int, path: str, port: int, args: Args, results) -> None:
             torch.cuda.synchronize()
             torch.distributed.barrier()
             start = time.perf_counter()
-            trainer.train_step(shares[kind], 1e-6, None)
+            trainer.train_step(shares[kind], None)
             torch.cuda.synchronize()
             times[kind].append(time.perf_counter() - start)
     if rank == 0:

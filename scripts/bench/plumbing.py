@@ -65,7 +65,7 @@ def through_the_queue() -> float:
     running = engine.produce.remote(queue)
     start = None
     for step in range(STEPS + 2):
-        batch, _ = ray.get(queue.get.remote(step))
+        batch, _, _ = ray.get(queue.get.remote(step))
         rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed)]
         assert len(rollouts) == GROUPS_PER_STEP * GROUP
         if step == 1:

@@ -4,15 +4,21 @@
     .venv/bin/python scripts/bench/rollout.py --new-tokens 5 --max-in-flight 32
     python scripts/bench/rollout.py --model 0.6b --new-tokens 512 --prompts 64 --max-in-flight 64         a GPU
     python scripts/bench/rollout.py --model 4b --new-tokens 512 --prompts 64 --max-in-flight 64
+    python scripts/bench/rollout.py --model 4b ... --engine-flags="--quantization fp8"         what they change
+    python scripts/bench/rollout.py --model smollm2 --copy-words 100 --new-tokens 200 --group-size 1 \
+        --prompts 16 --max-in-flight 1 --engine-flags="--speculative-tokens 4"
 
 raw: `LLM.generate` with all prompts at once, log-probs on, no text. loop: `rollout_group` as a run has it:
 environment processes, chat template, records with masks and versions, packed for the queue. On a GPU both have
-decode graphs and share it; the shapes of random_models.py have random weights.
+decode graphs and share it; the shapes of random_models.py have random weights. With --engine-flags raw vLLM,
+which does not get them, works on as many answers at a time as the loop does.
 """
 
 import asyncio
 import functools
+import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -42,6 +48,14 @@ class Args:
     """Rounds of each kind; the median counts."""
     max_in_flight: int = 16
     """Prompt groups that the loop works on at a time, as --max-in-flight of a run."""
+    temperature: float = 1.0
+    """Of all answers."""
+    copy_words: int = 0
+    """Above 0: the prompts ask to repeat a text of that many words, which is what ngram guesses well."""
+    engine_flags: str = ""
+    """Flags of the loop's engine, such as "--quantization fp8"."""
+    out: str = ""
+    """File for the figures as JSON."""
 
 
 def make_raw(args: Args, model_path: str, prompts: list[list[int]], kv_cache_gb: float, on_gpu: bool):
@@ -51,13 +65,15 @@ def make_raw(args: Args, model_path: str, prompts: list[list[int]], kv_cache_gb:
     kind = (
         {"compilation_config": graphs, "gpu_memory_utilization": 0.4} if on_gpu else {"enforce_eager": True}
     )
+    if args.engine_flags:
+        kind["max_num_seqs"] = args.max_in_flight * args.group_size
     llm = LLM(
         model_path, max_model_len=2048, kv_cache_memory_bytes=int(kv_cache_gb * 2**30), disable_log_stats=True,
         logprobs_mode="processed_logprobs", generation_config="vllm", **kind,
     )  # fmt: skip
     sampling = SamplingParams(
-        n=args.group_size, max_tokens=args.new_tokens, logprobs=0, flat_logprobs=True, detokenize=False,
-        ignore_eos=True,
+        temperature=args.temperature, n=args.group_size, max_tokens=args.new_tokens, logprobs=0,
+        flat_logprobs=True, detokenize=False, ignore_eos=True,
     )  # fmt: skip
 
     def once() -> int:
@@ -88,13 +104,23 @@ async def main(args: Args) -> None:
         model_path = resolve_model(args.model)
     kv_cache_gb = 24.0 if on_gpu else 0.25
     tokenizer, envs = load_tokenizer(model_path), EnvPool()
-    await envs.start("reverse", EnvFlags(), args.max_in_flight)
     texts = [f"{number:04d}" for number in range(args.prompts)]
+    env, dice = "reverse", random.Random(0)
+    if args.copy_words:
+        words = "river stone paper green light seven mountain table window garden silver orange".split()
+        told = [" ".join(dice.choices(words, k=args.copy_words)) for _ in texts]
+        texts = [f"Repeat this text word for word: {text}" for text in told]
+        tasks = [{"prompt": text, "answer": "none", "split": "train"} for text in texts]
+        rows = map(json.dumps, [*tasks, tasks[0] | {"split": "eval"}])
+        Path(folder.name, "copy.jsonl").write_text("\n".join(rows) + "\n")
+        env = f"jsonl:{folder.name}/copy.jsonl"
+    await envs.start(env, EnvFlags(), args.max_in_flight)
     prompts = [
         encode(tokenizer, render(tokenizer, [{"role": "user", "content": text}], {})) for text in texts
     ]
     raw = make_raw(args, model_path, prompts, kv_cache_gb, on_gpu)
-    flags = EngineFlags(max_in_flight=args.max_in_flight, max_model_len=2048, kv_cache_gb=kv_cache_gb)
+    sizes = {"max_in_flight": args.max_in_flight, "max_model_len": 2048, "kv_cache_gb": kv_cache_gb}
+    flags = tyro.cli(EngineFlags, args=args.engine_flags.split(), default=EngineFlags(**sizes))
     dtype = resolve_dtype(model_path, "auto", on_gpu)
     engine = Engine(model_path, dtype, 0, flags, gpus=0.4 if on_gpu else 0.0)
     await engine.start([tokenizer.eos_token_id])
@@ -108,8 +134,8 @@ async def main(args: Args) -> None:
             for index in todo:
                 group = await rollout_group(
                     engine, tokenizer, envs, "train", index, ticket=index, group_size=args.group_size,
-                    temperature=1.0, max_new_tokens=args.new_tokens, timeout_s=600.0, system_prompt=None,
-                    template_args={},
+                    temperature=args.temperature, max_new_tokens=args.new_tokens, timeout_s=600.0,
+                    system_prompt=None, template_args={},
                 )  # fmt: skip
                 pack_group(group)
 
@@ -128,6 +154,11 @@ async def main(args: Args) -> None:
         print(f"{kind:5} tokens/s: {statistics.median(values):8.0f}   rounds: {[round(v) for v in values]}")
     ratios = [ours / theirs for ours, theirs in zip(rates["loop"], rates["raw"])]
     print(f"loop / raw: {statistics.median(ratios):.3f}   rounds: {[round(r, 3) for r in ratios]}")
+    if engine.guessed:
+        print(f"{engine.accepted / engine.guessed:.1%} of {engine.guessed} guesses accepted")
+    if args.out:
+        found = vars(args) | {"tokens_per_s": rates, "guessed": engine.guessed, "accepted": engine.accepted}
+        Path(args.out).write_text(json.dumps(found, indent=1) + "\n")
     envs.close()
     engine.llm.shutdown()
     engine.llm = None  # its finalizer does not survive the interpreter's end

@@ -72,8 +72,9 @@ class Worker(grpo.RolloutWorker):
 
 
 class Trainer(grpo.Trainer):
-    def restart(self, weights: str, correction: str) -> None:
+    def restart(self, weights: str, correction: str, lr: float) -> None:
         self.args.correction, self.args.correction_cap = correction, checks.correction_cap(correction, None)
+        self.args.lr, self.args.lr_end_ratio, self.trained = lr, 1.0, 0
         load_weights(weights, self.model, self.rank)
         self.optimizer.state.clear()
 
@@ -98,20 +99,19 @@ class Bench:
         if len(self.queues) > 2:
             ray.kill(self.queues.pop(0))
         restarts = run.ask(run.workers, "restart", seed)
-        run.get(restarts + run.ask(run.trainers, "restart", self.weights, correction), "restart")
+        run.get(restarts + run.ask(run.trainers, "restart", self.weights, correction, lr), "restart")
         grpo.refit(run, self.version, 60)
         producing = run.workers[0].produce.remote(run.queue)
         first, rows, lags, start = self.version, [], [], time.monotonic()
         while time.monotonic() - start < seconds and self.version < first + steps:
             began, step = time.monotonic(), self.version
-            batch, _ = run.get(run.queue.get.remote(step), f"rollouts of step {step}", 120)
+            batch, _, _ = run.get(run.queue.get.remote(step), f"rollouts of step {step}", 120)
             got = time.monotonic()
             rollouts = [rollout for _, packed in batch for rollout in unpack_group(packed, run.get)]
             step_lags, _ = grpo.mark_late(rollouts, step, bound, "keep")
             lags.append(step_lags)
             shares = grpo.make_minibatches(grpo.make_rows(rollouts, args)[0], args, step - first)
-            warm = min(1.0, (step - first + 1) / (args.lr_warmup_steps + 1))
-            trained = run.get(run.ask_each(run.trainers, "train_step", shares, lr * warm, None), "training")
+            trained = run.get(run.ask_each(run.trainers, "train_step", shares, None), "training")
             grpo.refit(run, step + 1, 60)
             self.version += 1
             valid = [rollout.reward for rollout in rollouts if not rollout.invalid]

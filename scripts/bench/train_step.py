@@ -90,7 +90,7 @@ def our_step(name: str, path: str, variant: str, rank: int, port: int, args: Arg
     trainer = grpo.Trainer(flags, path, rank, True)
     trainer.setup("127.0.0.1", port, "bfloat16", num_workers=0)
     shares = [grpo.make_minibatches(rows_of(args, seed), flags, seed)[rank] for seed in range(2)]
-    return trainer, lambda number: trainer.train_step(shares[number % 2], 1e-6, None)
+    return trainer, lambda number: trainer.train_step(shares[number % 2], None)
 
 
 def plain_step(path: str, variant: str, rank: int, port: int, args: Args):

@@ -5,6 +5,7 @@
 #   LAUNCH="python scripts/plan.py" bash scripts/recipes/qwen3_30b_a3b.sh  memory and time
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+[[ " $* " == *" --dry-run "* ]] && LAUNCH=${LAUNCH:-.venv/bin/python scripts/sharding.py}
 # shellcheck disable=SC2086  # LAUNCH is a command with its arguments
 exec ${LAUNCH:-.venv/bin/python -m algos.grpo} \
   --model "${MODEL:-Qwen/Qwen3-30B-A3B}" --env "jsonl:${DATA:-data.jsonl}" --grader math \

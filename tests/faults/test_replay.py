@@ -1,12 +1,16 @@
 """A run that trains from recorded rollouts, killed and gone on with, has the parameters of one that was not."""
 
+import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -81,3 +85,42 @@ def test_a_killed_replay_that_goes_on_ends_with_the_same_bits(tmp_path):
     assert one.keys() == two.keys() and len([name for name in one if name.endswith("exp_avg_sq")]) > 20
     assert [name for name in one if not one[name].equal(two[name])] == []
     assert rows.read_text().count("\n") == STEPS
+
+
+@pytest.mark.parametrize(
+    "module, rates, one_that_counts_all",
+    # a third, two thirds and all of 0.003 times 1 - updates / 6; with a critic that is trained alone in step 0
+    [
+        ("algos.grpo", [1e-3, None, 2e-3 * 5 / 6, 3e-3 * 4 / 6, 3e-3 * 4 / 6, 3e-3 * 3 / 6], 3e-3 * 2 / 6),
+        ("algos.ppo", [1e-3, None, 1e-3, 2e-3 * 5 / 6, 2e-3 * 5 / 6, 3e-3 * 4 / 6], 3e-3 * 3 / 6),
+    ],
+)
+def test_a_schedule_counts_steps_that_made_an_update_and_goes_on_from_there(
+    tmp_path, module, rates, one_that_counts_all
+):
+    """Of six steps the second has no valid rollout, and the fourth no finite gradient."""
+    record(tmp_path / "dump")
+    for step, field, value in ((1, "invalid", "lost"), (3, "rewards", [math.nan])):
+        path = tmp_path / "dump" / f"step_{step:06}.jsonl"
+        rollouts = [json.loads(line) | {field: value} for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(rollout) + "\n" for rollout in rollouts))
+    flags = ["--max-steps", "6", "--lr", "0.003", "--lr-warmup-steps", "2"]
+    flags += ["--critic-warmup-steps", "1"] if module == "algos.ppo" else []
+
+    def rates_of(*more: str) -> list[float | None]:
+        process = start(module, tmp_path / "dump", tmp_path / "run", *flags, *more)
+        assert process.wait(300) == 0, (tmp_path / "run.out").read_text()[-4000:]
+        rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+        assert [row.get("skipped_frac") for row in rows[1:4]] == [None, 0, 1]
+        return [row.get("lr") for row in rows]
+
+    assert rates_of() == pytest.approx(rates)
+    shutil.rmtree(tmp_path / "run/checkpoints/step_6")
+    progress = tmp_path / "run/checkpoints/step_4/progress.json"
+    assert json.loads(progress.read_text())["trained"] == 2
+    assert rates_of("--resume") == pytest.approx(rates)
+    shutil.rmtree(tmp_path / "run/checkpoints/step_6")
+    older = json.loads(progress.read_text())
+    del older["trained"]
+    progress.write_text(json.dumps(older))
+    assert rates_of("--resume")[4] == pytest.approx(one_that_counts_all)
