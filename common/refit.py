@@ -81,7 +81,7 @@ def weights_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith(CHOICE_BIAS)]
     named = [*model.named_parameters(), *biases]
     # what AutoModel calls shared_experts there is shared_expert to everybody else
-    theirs = "shared_experts." if model.config.model_type == "qwen3_5_moe" else "shared_expert."
+    theirs = "shared_experts." if "Qwen3_5Moe" in type(model).__name__ else "shared_expert."
     return [(name.replace(theirs, "shared_expert."), tensor) for name, tensor in named]
 
 
