@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv if needed, checks form and types of the code and runs the CPU tests, two at a time (tests/conftest.py
-# says which share a worker). Further arguments go to pytest: bash scripts/test.sh -k queue; one by one: -n 0
+# Sets up .venv if needed, checks form and types of the code and runs the CPU tests. Further arguments go to
+# pytest: bash scripts/test.sh -k queue; two at a time, where there are cores for it: -n 2 --no-loadscope-reorder
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
@@ -8,4 +8,4 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 .venv/bin/python -m ruff check algos common scripts tests
 .venv/bin/python -m ruff format --check algos common scripts tests
 .venv/bin/python -m ty check
-exec .venv/bin/python -m pytest -q tests --ignore=tests/gpu -n 2 --no-loadscope-reorder "$@"
+exec .venv/bin/python -m pytest -q tests --ignore=tests/gpu "$@"

@@ -240,7 +240,9 @@ def test_a_killed_process_ends_the_run_at_once_and_its_last_line_names_it(drive)
         runs[title].kill_one(title)
         assert runs[title].wait_for_end(TOLD_WITHIN_S) == 1
         print(runs[title].output())
-        assert runs[title].output().splitlines()[-1].startswith(f"run ended: RunError: {name}")
+        told = runs[title].output().splitlines()[-1]
+        # a call that waits for the engine may be the first to see it: "the probe: EngineDeadError"
+        assert told.startswith("run ended: RunError: ") and name in told.lower()
 
 
 def test_an_error_about_memory_says_which_flag_to_lower(tmp_path):
