@@ -11,7 +11,7 @@ TINY = (
 DEADLINE_S = 30
 DEADLINES = ("--step-timeout-s", str(DEADLINE_S), "--refit-timeout-s", str(DEADLINE_S))
 # a wait, a second one for what the trainers have, and the start and end of everything on two busy cores
-TOLD_WITHIN_S = 2 * DEADLINE_S + 90
+TOLD_WITHIN_S = 2 * DEADLINE_S + 150
 
 
 def stop_one(run: Driver, title: str):
