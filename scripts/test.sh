@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv if needed, checks form and types of the code and runs the CPU tests. Further arguments go to
-# pytest: bash scripts/test.sh -k queue; two at a time, where there are cores for it: -n 2 --no-loadscope-reorder
+# pytest: bash scripts/test.sh -k queue
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
