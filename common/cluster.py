@@ -187,7 +187,6 @@ class Run(contextlib.AbstractContextManager):
 
     def finish_saving(self) -> None:
         """Waits until the newest checkpoint is written. Raises RunError if it could not be."""
-        finish_saving()  # a replay's, which trains in this process
         if self.saved < self.saving:
             self.calls = self.ask(self.trainers, "__ray_call__", finish_saving)
             try:

@@ -83,7 +83,7 @@ def test_copies_are_close_to_their_parent_and_the_readme_says_how_close():
 
 
 # With an algorithm file on top, a reader has some 3,000 lines.
-@pytest.mark.parametrize("name, paths, budget", [("core", CORE, 2815), ("agents", AGENTS, 900)])
+@pytest.mark.parametrize("name, paths, budget", [("core", CORE, 2814), ("agents", AGENTS, 900)])
 def test_common(name, paths, budget):
     counts = {path.name: code_lines(path.read_text()) for path in paths if path.exists()}
     print(f"\ncommon/ {name}: {sum(counts.values())} of {budget} code lines: {counts}")
